@@ -27,6 +27,7 @@ from mindie_mm.settings.environment import default_spool
 from mindie_mm.shm import arenas_of, collect, make_spool, require_spool
 from mindie_mm.shm.spool import require_locks
 from mindie_mm.worker.worker import Worker
+from service.audio.answer import TranscriptEvent, VerboseTranscript
 from service.files.store import FileStore
 from service.http import errors, page
 from service.http.access import Access, OwnHost, is_loopback
@@ -59,6 +60,7 @@ from service.routes import (
     rerank,
     responses,
     tokens,
+    transcriptions,
 )
 from service.routes.generate import GenerateEvent
 from service.routes.infer import InferEvent
@@ -70,7 +72,10 @@ from service.telemetry.tracing import Tracer
 _log = logging.getLogger(__name__)
 
 _ANY_PORT = ":*"
-_EVENTS = (ChatCompletionChunk, Completion, ResponseEvent, MessageEvent, InferEvent, GenerateEvent)
+_EVENTS = (
+    *(ChatCompletionChunk, Completion, ResponseEvent, MessageEvent, InferEvent, GenerateEvent),
+    *(TranscriptEvent, VerboseTranscript),
+)
 
 
 def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = None, *, replica: str = "") -> FastAPI:
@@ -135,7 +140,7 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
     )
     add_front(app, config, clients, admission, metrics, tracer)
     modules = (
-        *(chat, completions, responses, messages, embeddings, rerank, files),
+        *(chat, completions, responses, messages, embeddings, rerank, files, transcriptions),
         *(infer, generate, models, tokens, health, admin),
     )
     routes = (route for module in modules for route in module.router.routes if isinstance(route, APIRoute))
@@ -155,8 +160,13 @@ def add_front(
     admission: Admission,
     metrics: Metrics,
     tracer: Tracer | None = None,
+    *,
+    holds_uploads: bool = False,
 ) -> None:
-    """Add the middleware that every request passes before it reaches a route: limits, access control and CORS."""
+    """Add the middleware that every request passes before it reaches a route: limits, access control and CORS.
+
+    `holds_uploads` states whether the bodies of uploads are kept in memory. Otherwise, a route spools them.
+    """
     # The middleware that is added last is the outermost. CORS must be outside Access, because a preflight has no key.
     if clients:
         app.add_middleware(Access, clients=clients)
@@ -172,7 +182,15 @@ def add_front(
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
-    app.add_middleware(Middleware, config=config, clients=clients, admission=admission, metrics=metrics, tracer=tracer)
+    app.add_middleware(
+        Middleware,
+        config=config,
+        clients=clients,
+        admission=admission,
+        metrics=metrics,
+        tracer=tracer,
+        holds_uploads=holds_uploads,
+    )
     app.add_middleware(MessagesFront)
 
 

@@ -36,7 +36,7 @@ These characters are counted in strings, too, but base64 contains none of them.
 
 _WITHOUT_VERSION = (
     *("/chat/completions", "/completions", "/responses", "/messages", "/embeddings", "/models"),
-    *("/files", "/batches"),
+    *("/files", "/batches", "/audio/"),
 )
 """Beginnings of paths that are also accepted without /v1, because some clients omit it."""
 

@@ -10,6 +10,8 @@ import numpy as np
 
 from mindie_mm.errors import InputError, LimitExceeded
 from mindie_mm.inputs import EMBEDDINGS_KEYS, GRID, GRID_KEYS, KINDS, PROMPT, Embeddings, Kind, Media
+from mindie_mm.media.audio.cuts import SAMPLES, SPEECH_RATE, cuts
+from mindie_mm.media.audio.encoded_audio import EncodedAudio, open_audio
 from mindie_mm.media.document.pages import DocumentPage, page_of_document
 from mindie_mm.media.embeddings import read_embeddings
 from mindie_mm.media.guard.caps import under
@@ -47,12 +49,27 @@ def plan_item(
 
 
 def _plan_data(processor: Processor, media: Media, data: Data, counts: Mapping[Kind, int]) -> tuple[Plan, Write]:
+    if media.cut_s is not None:
+        return _plan_cuts(data, media.cut_s)
     if not media.is_embeddings:
         return processor.plan(media, data, counts)
     embeddings = read_embeddings(data, GRID_KEYS.get(media.kind, GRID))
     if media.kind != PROMPT and (rows := len(embeddings.array)) > (most := processor.max_tokens(media.kind)):
         raise LimitExceeded(f"the embeddings have {rows} rows; the limit of this model is {most}")
     return _plan_embeddings(processor, media.kind, embeddings, in_file=True)
+
+
+def _plan_cuts(data: Data, window_s: float) -> tuple[Plan, Write]:
+    """Return a plan whose only array has the samples of speech, and whose grid has the cuts between its clips."""
+    encoded = open_audio(data)
+    assert isinstance(encoded, EncodedAudio), "the service cuts only files"
+    samples = encoded.speech(SPEECH_RATE)
+
+    def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+        arrays[SAMPLES][...] = samples
+
+    specs = {SAMPLES: ArraySpec(samples.shape, "int16")}
+    return Plan(1, specs, f"speech in clips of {window_s} s", tuple(cuts(samples, window_s))), write
 
 
 def _plan_embeddings(

@@ -88,6 +88,9 @@ class Media(msgspec.Struct, frozen=True, tag="media"):
     """The client's name for the item. The service keeps the item's data under this name."""
     is_embeddings: bool = False
     """True if the source is a file with the output of a tower (`mindie_mm.media.embeddings`)."""
+    cut_s: float | None = None
+    """Maximum length in seconds of the clips into which speech is to be cut, before a prompt is made of each clip. None
+    for the items of a prompt."""
 
     def __post_init__(self) -> None:
         if isinstance(self.source, list):  # MessagePack does not distinguish tuples from lists

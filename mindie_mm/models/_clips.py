@@ -19,6 +19,7 @@ from mindie_mm.media.image.preprocess import check_settings
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Plan, Processor, Spelling, Write
 from mindie_mm.nn.model_inputs import Item
+from mindie_mm.nn.speech import WINDOW_S, SpeechTraits
 from mindie_mm.nn.staging import to_device
 from mindie_mm.shm import ArraySpec
 
@@ -50,6 +51,11 @@ class Clips:
     """Number of silent frames that are stored after the frames of the clip."""
     chunk: int = 1
     """Number of frames of which the length of transformers' spectrogram is a multiple, if it is not `max_frames`."""
+
+    @property
+    def window_s(self) -> float:
+        """Maximum length in seconds of the clips into which speech is cut."""
+        return min(self.mel.max_samples / self.mel.rate, WINDOW_S)
 
     @property
     def max_tokens(self) -> int:
@@ -138,6 +144,10 @@ class ClipProcessor(Processor):
 
     def item_inputs(self, item: Item, device: torch.device) -> dict[str, Tensor]:
         return self.clips.inputs(item, device, self.mask)
+
+    @property
+    def speech(self) -> SpeechTraits:
+        return SpeechTraits(window_s=self.clips.window_s)
 
     def max_tokens(self, kind: Kind) -> int:
         return self.clips.max_tokens

@@ -31,6 +31,7 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Spelling, Write
 from mindie_mm.nn.model import ModelSpec, Positions
 from mindie_mm.nn.model_inputs import Item
+from mindie_mm.nn.speech import SpeechTraits
 from mindie_mm.nn.splice import ItemView, MediaItem
 from mindie_mm.nn.weights.pretrained import read_config
 from mindie_mm.shm import ArraySpec
@@ -92,6 +93,10 @@ class OmniProcessor(QwenProcessor):
     def clips_of(self, mel: MelSettings, config: Any) -> Clips:
         """Return the arrays and placeholders of audio clips. `config` is the configuration of the thinker."""
         return Clips(mel)
+
+    @property
+    def speech(self) -> SpeechTraits:
+        return SpeechTraits(window_s=self.clips.window_s)
 
     def max_tokens(self, kind: Kind) -> int:
         return self.clips.max_tokens if kind == "audio" else super().max_tokens(kind)

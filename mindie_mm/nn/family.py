@@ -28,6 +28,7 @@ from mindie_mm.nn.model_inputs import ModelInputs
 from mindie_mm.nn.paged_cache import Layer
 from mindie_mm.nn.pixels import as_bytes
 from mindie_mm.nn.seq2seq import Seq2SeqModel
+from mindie_mm.nn.speech import SpeechTraits
 from mindie_mm.nn.traits import Traits
 from mindie_mm.nn.weights.build import renamed_weights
 from mindie_mm.nn.weights.pretrained import load_pretrained
@@ -226,6 +227,11 @@ class Processor(ModelInputs, ABC):
 
         """
         return None if self.spelling(kind, num_features, ()) is None else ()
+
+    @property
+    def speech(self) -> SpeechTraits:
+        """How the checkpoint is asked to transcribe speech, if it accepts audio."""
+        return SpeechTraits()
 
     def prompt_text(self, text: str) -> str:
         """Rewrite the text of a rendered prompt as the reference processor does before encoding.

@@ -13,6 +13,7 @@ from typing import Self
 
 from mindie_mm.decode import Decoders
 from mindie_mm.decode.decoder_messages import DecoderSetup
+from mindie_mm.inputs import Media
 from mindie_mm.media.guard import cancellation
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.processes.restarts import Restarts
@@ -21,6 +22,7 @@ from mindie_mm.settings.config import WorkerConfig
 from mindie_mm.settings.environment import default_spool
 from mindie_mm.shm import Arena, collect
 from mindie_mm.tokenize.answer import answer
+from mindie_mm.tokenize.clips import Clips
 from mindie_mm.tokenize.prompt import Prompt
 from mindie_mm.tokenize.prompts import Prompts
 from mindie_mm.tokenize.requests import TokenizeRequest
@@ -45,6 +47,7 @@ class LocalTokenizer(TokenizerStage):
         self._resources = resources
         self.chat_traits = prompts.chat_traits
         self.shown_tokens = prompts.shown_tokens
+        self.speech = prompts.speech
 
     @classmethod
     async def start(cls, model_path: Path, config: WorkerConfig) -> Self:
@@ -118,6 +121,12 @@ class LocalTokenizer(TokenizerStage):
     def _answer(self, requests: Sequence[TokenizeRequest], given_up: threading.Event) -> list[Prompt]:
         with cancellation.until(given_up):
             return run_alone(answer(self._prompts, requests))
+
+    async def cut(self, speech: Media, folder: Path, max_bytes: int, domain: tuple[bytes, str]) -> Clips:
+        stage = self._prompts.stage
+        if self._thread is None:
+            return await stage.cut(speech, folder, max_bytes, domain)
+        return await self._thread.run(lambda: run_alone(stage.cut(speech, folder, max_bytes, domain)))
 
     async def close(self) -> None:
         """Wait until the current prompt is done, end the decoders and remove the arena."""

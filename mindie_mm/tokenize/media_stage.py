@@ -13,11 +13,13 @@ from numpy.typing import NDArray
 from mindie_mm.decode.decoding import Decoding
 from mindie_mm.decode.inline import InlineDecoders
 from mindie_mm.decode.jobs import Group
-from mindie_mm.errors import InputError, OperationalError, naming
+from mindie_mm.errors import InputError, LimitExceeded, OperationalError, SpoolFull, naming, os_errors_as
 from mindie_mm.inputs import Embeddings, Kind, Media
+from mindie_mm.media.audio.cuts import SAMPLES
 from mindie_mm.media.guard.caps import Work
 from mindie_mm.processes.tasks import gather_in_order, off_loop
 from mindie_mm.settings.config import MediaCaps
+from mindie_mm.tokenize.clips import Clips
 from mindie_mm.tokenize.planning import PlannedItem, Planner
 from mindie_mm.tokenize.prompt import Prompt
 from mindie_mm.tokenize.stores import Store, Writer
@@ -72,6 +74,42 @@ class MediaStage:
         if not num_pages:
             raise OperationalError("a decoder planned a page of a document with 0 pages; send the request again")
         return num_pages
+
+    async def cut(self, speech: Media, folder: Path, max_bytes: int, domain: Hashable = ()) -> Clips:
+        """Cut speech at pauses into clips of at most `Media.cut_s`. If there are several, write each as a WAV file.
+
+        Args:
+            speech: The speech.
+            folder: Folder for the files, which are named by `Clips.file`.
+            max_bytes: Maximum number of bytes of the files.
+            domain: Same as in `request`.
+
+        Raises:
+            InputError: The model does not accept audio, or the speech cannot be read or is too long.
+            SpoolFull: The files cannot be written.
+
+        """
+        self.planner.counts([speech])
+        group = Group(domain, keeps_decoder=True)
+        try:
+            source = await self.decoders.read(group, speech, {"audio": 1})
+            plan = await self.decoders.plan(group, source)
+            clips = Clips.of(plan)
+            if len(clips.starts) > 1:
+                if clips.num_bytes > max_bytes:
+                    raise LimitExceeded(
+                        f"the speech has {clips.num_bytes} bytes when it is decoded; the limit is {max_bytes}"
+                    )
+                with (
+                    os_errors_as(SpoolFull, "the clips of the speech cannot be written"),
+                    clips.opened(folder) as array,
+                ):
+                    await self.decoders.write(group, source, {SAMPLES: array})
+                    await off_loop(clips.num_bytes, lambda: clips.write(array, folder))
+        finally:
+            self.decoders.let_go(group)
+            group.files.close()
+        return clips
 
     def close(self) -> None:
         """Release the resources of the stage. This may be called repeatedly."""

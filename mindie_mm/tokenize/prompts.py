@@ -102,6 +102,8 @@ class Prompts:
         """Texts of the added tokens of the tokenizer."""
         self.chat_traits = self._text.chat_traits
         """Traits of the chat template for conversations with tools."""
+        self.speech = self._processor.speech if "audio" in self._processor.placeholders else None
+        """How the checkpoint is asked to transcribe speech. None if it does not accept audio."""
         planner = Planner(self._processor, family.__name__, limits)
         self.stage = MediaStage(planner, decoders, store if isinstance(store, Store) else store(self._processor), caps)
 

@@ -18,8 +18,9 @@ from mindie_mm.engine.requests.default_sampling import log_default_sampling, sta
 from mindie_mm.engine.requests.engine_messages import Features
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import ContextLengthExceeded, WeightsChanged
-from mindie_mm.inputs import Embeddings
+from mindie_mm.inputs import Embeddings, Media
 from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.nn.speech import SpeechTraits
 from mindie_mm.processes.fork_client import ForkClient
 from mindie_mm.processes.tasks import in_thread, task_group
 from mindie_mm.settings.config import WorkerConfig
@@ -27,6 +28,7 @@ from mindie_mm.settings.environment import default_spool
 from mindie_mm.settings.paths import absolute
 from mindie_mm.shm import request_directory
 from mindie_mm.structured.schema_check import SchemaCheck
+from mindie_mm.tokenize.clips import Clips
 from mindie_mm.tokenize.prompt import Prompt
 from mindie_mm.tokenize.requests import TokenizeRequest
 from mindie_mm.tokenize.stage.async_tokenizer import AsyncTokenizer
@@ -268,6 +270,17 @@ class Worker:
             if wanted := limit - options.max_prompt_tokens:
                 message = f"the request needs {wanted} output tokens, and the prompt does not fit in the rest: {error}"
             raise ContextLengthExceeded.of(limit, message) from error
+
+    async def cut(self, file: Path, folder: Path, max_bytes: int, domain: tuple[bytes, str]) -> Clips:
+        """Cut a file of speech into clips that the checkpoint accepts. `MediaStage.cut` describes the other arguments.
+
+        Raises:
+            InputError: The checkpoint does not accept audio, or the file is not speech.
+
+        """
+        traits = self.tokenizer_stage.speech or SpeechTraits()
+        speech = Media("audio", str(file), cut_s=traits.window_s)
+        return await self.tokenizer_stage.cut(speech, folder, min(max_bytes, self.config.arena_bytes), domain)
 
     def generate(
         self,

@@ -36,7 +36,7 @@ _KEY = re.compile(r"[A-Za-z_]{1,40}")
 
 async def note_reason(request: Request, message: str) -> None:
     """Store the reason for which a request is refused, for the access log. `message` is sent to the client."""
-    # A body that has not been read yet must not be awaited here. The route has stored the body that it read.
+    # A body that has not been read yet must not be awaited here. The route has stored what it read.
     body = getattr(request, "_body", b"")
     parsed = getattr(request, "_json", None) or getattr(request.state, "form", None) or body.decode("utf-8", "replace")
     sent = [parsed, request.scope["path"], request.url.query, *request.headers.values()]

@@ -86,18 +86,25 @@ class Admitted(Response):
 
 
 class WholeAnswer(Admitted):
-    """A JSON response with the result of `make`."""
+    """A response with the result of `make`: an object, which is encoded as JSON, or a text."""
 
     media_type = "application/json"
 
     def __init__(
-        self, make: Callable[[], Awaitable[Mapping[str, object]]], admission: Admission, timeout_s: float | None = None
+        self,
+        make: Callable[[], Awaitable[Mapping[str, object] | str]],
+        admission: Admission,
+        timeout_s: float | None = None,
+        media_type: str | None = None,
     ) -> None:
+        if media_type is not None:
+            self.media_type = media_type
         super().__init__(admission, timeout_s)
         self._make = make
 
     async def _answer(self, send: Callable[[bytes], Awaitable[None]]) -> bytes:
-        body = msgspec.json.encode(await self._make())
+        made = await self._make()
+        body = made.encode() if isinstance(made, str) else msgspec.json.encode(made)
         self.headers["content-length"] = str(len(body))
         if len(body) <= _PIECE_BYTES:
             return body

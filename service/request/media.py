@@ -33,6 +33,15 @@ _KERNELS = ("/proc", "/sys")
 _PIECE_BYTES = 1 << 20
 
 
+class SpooledFile(str):
+    """Path of a file that this service has written to the spool for the same request.
+
+    Only the service creates objects of this class, because JSON contains plain strings. The file is used where it is.
+    """
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
 class _Request:
     """The request whose media are spooled."""
@@ -141,6 +150,13 @@ class MediaPolicy:
             writes.append(self._spool_item(f"media item {index} ({item.kind})", item, stem, request))
         return await gather(writes)
 
+    def spend(self, directory: Path, num_bytes: int) -> None:
+        """Count bytes in a request's folder that are not written by `spool`, until `remove`.
+
+        Raise LimitExceeded or SpoolFull at a limit.
+        """
+        self._quota.spend(directory.name, num_bytes)
+
     def remove(self, directory: Path) -> None:
         """Delete a request's media files but not its path file. Call this method only when no file is being written."""
         for kind in ALL_KINDS:
@@ -163,6 +179,8 @@ class MediaPolicy:
             return await self._bring(what, source, stem, request)
 
     async def _bring(self, what: str, source: Any, stem: Path, request: _Request) -> Path:
+        if isinstance(source, SpooledFile):
+            return Path(source)
         with naming(what):
             if isinstance(source, bytes):  # kept from an earlier request
                 request.spend(len(source))

@@ -70,7 +70,7 @@ async def prompts(
         spooled: list[Paths] = []
         if media:
             with room_to_spool(), blaming(field):
-                directory = stack.enter_context(_directory(service.spool))
+                directory = stack.enter_context(spool_directory(service.spool))
                 stack.callback(service.media.remove, directory.path)
                 spooled = await service.media.spool(media, directory.path)
             changes["path_file"] = str(directory.path_file)
@@ -96,7 +96,7 @@ async def prompts(
 
 
 @contextmanager
-def _directory(spool: Path) -> Iterator[RequestDirectory]:
+def spool_directory(spool: Path) -> Iterator[RequestDirectory]:
     """Open a `request_directory`. If it cannot be removed, only log the error, which does not affect the answer."""
     with ExitStack() as stack:
         directory = stack.enter_context(request_directory(spool))

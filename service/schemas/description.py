@@ -11,7 +11,7 @@ from threading import Lock
 from typing import Any
 
 from fastapi import FastAPI, Request
-from pydantic import TypeAdapter
+from pydantic import BaseModel, TypeAdapter
 from starlette.responses import Response
 
 from service.http.access import OPEN_PATHS, RELOAD
@@ -46,6 +46,22 @@ def streamed(event: type, whole: type | None = None, last: str | None = None) ->
     if whole is None:
         return {200: {"description": "The response, as events.", **in_events}}
     return {200: {"description": "The response, as events if stream is true.", "model": whole, **in_events}}
+
+
+def form_of(body: type[BaseModel], file: str) -> dict[str, Any]:
+    """Return the `openapi_extra` of a route that takes a form with the fields of `body` and a file.
+
+    Args:
+        body: Class of the fields. A list has brackets after its name, as OpenAI's clients send it.
+        file: Description of the part `file`.
+
+    """
+    schema = body.model_json_schema()
+    lists = {name for name, field in schema["properties"].items() if "array" in str(field)}
+    properties = {f"{name}[]" if name in lists else name: field for name, field in schema["properties"].items()}
+    properties["file"] = {"type": "string", "format": "binary", "description": file}
+    form = {"type": "object", "properties": properties, "required": ["file"]}
+    return {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": form}}}}
 
 
 def describe(app: FastAPI, events: Sequence[type], *, keys: bool) -> None:

@@ -119,10 +119,7 @@ class EncodedAudio:
                 if not pieces:
                     own_rate = _check_rate(frame.sample_rate)
                 elif frame.sample_rate != own_rate:
-                    raise MediaError(
-                        f"the audio clip changes its sampling rate from {own_rate} Hz to {frame.sample_rate} Hz, "
-                        "which is not supported"
-                    )
+                    raise _changed_rate(own_rate, frame.sample_rate)
                 pieces.append(_mono(frame))
                 num_samples += len(pieces[-1])
                 if num_samples > self.max_source_samples:
@@ -133,12 +130,46 @@ class EncodedAudio:
             raise MediaError("the audio clip has no samples")
         if num_samples > math.ceil(max_samples * own_rate / rate) + self.padding_s * own_rate:
             raise _too_long(max(self.stated_s, num_samples / own_rate), max_samples / rate)
-        if is_truncated(num_samples / own_rate, self.declared_s):
-            raise MediaError(
-                f"the audio clip is truncated: its header declares {self.declared_s:.1f} s, but it has "
-                f"{num_samples / own_rate:.1f} s"
-            )
+        self._require_whole(num_samples / own_rate)
         return _resample(np.concatenate(pieces), own_rate, rate, max_samples)
+
+    def speech(self, rate: int) -> NDArray[np.int16]:
+        """Return all samples at `rate` Hz as int16. Resampling in pieces keeps the memory of long speech small.
+
+        Raises:
+            MediaError: The clip is broken or truncated.
+            LimitExceeded: The clip has more than `max_source_samples` at `rate` Hz.
+
+        """
+        pieces: list[NDArray[np.int16]] = []
+        num_source = num_samples = own_rate = 0
+        resampler: soxr.ResampleStream | None = None
+        with reading(lambda: MediaError(f"the audio clip is broken: only {num_source} samples could be decoded")):
+            for frame in self._frames():
+                if not own_rate:
+                    own_rate = _check_rate(frame.sample_rate)
+                    resampler = soxr.ResampleStream(own_rate, rate, 1, quality="HQ") if own_rate != rate else None
+                elif frame.sample_rate != own_rate:
+                    raise _changed_rate(own_rate, frame.sample_rate)
+                samples = _checked(_mono(frame))
+                num_source += len(samples)
+                pieces.append(_int16(samples if resampler is None else resampler.resample_chunk(samples)))
+                num_samples += len(pieces[-1])
+                if num_samples > self.max_source_samples:
+                    raise LimitExceeded(f"the audio clip has more samples than the limit of {self.max_source_samples}")
+        if not num_source:
+            raise MediaError("the audio clip has no samples")
+        self._require_whole(num_source / own_rate)
+        if resampler is not None:
+            pieces.append(_int16(resampler.resample_chunk(np.empty(0, np.float32), last=True)))
+        return np.concatenate(pieces)
+
+    def _require_whole(self, length_s: float) -> None:
+        """Raise MediaError if the clip lacks its end."""
+        if is_truncated(length_s, self.declared_s):
+            raise MediaError(
+                f"the audio clip is truncated: its header declares {self.declared_s:.1f} s, but it has {length_s:.1f} s"
+            )
 
     def _frames(self) -> Iterator[av.AudioFrame]:
         interleaver = av.AudioResampler("flt")
@@ -260,10 +291,24 @@ def _mono(frame: av.AudioFrame) -> Samples:
     return mono
 
 
-def _resample(samples: Samples, source_rate: int, rate: int, max_samples: int) -> Samples:
+def _changed_rate(rate: int, other: int) -> MediaError:
+    return MediaError(f"the audio clip changes its sampling rate from {rate} Hz to {other} Hz, which is not supported")
+
+
+def _checked(samples: Samples) -> Samples:
     peak = np.abs(samples).max()
     if not peak <= MAX_AMPLITUDE:  # true for NaN, too
         raise MediaError(f"the audio clip has a sample of amplitude {peak}; the limit is {MAX_AMPLITUDE:g}")
+    return samples
+
+
+def _int16(samples: Samples) -> NDArray[np.int16]:
+    whole: NDArray[np.int16] = np.clip(np.rint(samples * 2.0**15), -(2**15), 2**15 - 1).astype(np.int16)
+    return whole
+
+
+def _resample(samples: Samples, source_rate: int, rate: int, max_samples: int) -> Samples:
+    _checked(samples)
     if source_rate != rate:
         samples = samples[: _num_source_samples(max_samples, source_rate, rate)]
         num_samples = math.ceil(len(samples) * rate / source_rate)

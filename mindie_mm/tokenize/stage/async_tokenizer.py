@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 
+from mindie_mm.inputs import Media
+from mindie_mm.nn.speech import SpeechTraits
 from mindie_mm.processes.fork_client import ForkClient
 from mindie_mm.processes.ipc import Child
 from mindie_mm.processes.restarts import logged
 from mindie_mm.processes.supervised import Supervised
 from mindie_mm.settings.config import WorkerConfig
 from mindie_mm.shm import collect, free
+from mindie_mm.tokenize.clips import Clips
 from mindie_mm.tokenize.prompt import Prompt
 from mindie_mm.tokenize.requests import TokenizeRequest
 from mindie_mm.tokenize.stage.tokenizer_messages import (
     Cancel,
+    Cut,
+    CutUp,
     Failed,
     FromProcess,
     Ping,
@@ -53,6 +58,8 @@ class AsyncTokenizer(Supervised, TokenizerStage):
         """Same as `Prompts.shown_tokens`. Known when the process is ready."""
         self.chat_traits = ChatTraits()
         """Same as `Prompts.chat_traits`. Known when the process is ready."""
+        self.speech: SpeechTraits | None = None
+        """Same as `Prompts.speech`. Known when the process is ready."""
 
     @classmethod
     async def start(cls, model_path: Path, config: WorkerConfig, forks: ForkClient | None = None) -> Self:
@@ -74,10 +81,18 @@ class AsyncTokenizer(Supervised, TokenizerStage):
         return [self.pid] if self.up else []
 
     async def tokenize_together(self, requests: Sequence[TokenizeRequest]) -> list[Prompt]:
+        prompts: list[Prompt] = await self._answered(lambda number: Tokenize(number, [*requests]))
+        return prompts
+
+    async def cut(self, speech: Media, folder: Path, max_bytes: int, domain: tuple[bytes, str]) -> Clips:
+        clips: Clips = await self._answered(lambda number: Cut(number, speech, str(folder), max_bytes, domain))
+        return clips
+
+    async def _answered(self, message: Callable[[int], Tokenize | Cut]) -> Any:
         await self.wait_until_up()
         number = next(self._numbers)
-        reply: asyncio.Future[list[Prompt]] = self._expect(number)
-        self._send(Tokenize(number, [*requests]))
+        reply = self._expect(number)
+        self._send(message(number))
         try:
             return await reply
         except asyncio.CancelledError:
@@ -93,7 +108,7 @@ class AsyncTokenizer(Supervised, TokenizerStage):
 
     async def _prepare(self, child: Child) -> None:
         ready = await child.ready(Ready, f"the {self.noun}")
-        self.shown_tokens, self.chat_traits = ready.shown_tokens, ready.chat_traits
+        self.shown_tokens, self.chat_traits, self.speech = ready.shown_tokens, ready.chat_traits, ready.speech
 
     def _take(self, message: bytes) -> None:
         reply = self._decoder.decode(message)
@@ -118,14 +133,17 @@ async def _reclaim_arenas() -> None:
         await asyncio.to_thread(collect)
 
 
-def _hand_over(reply: Tokenized | Failed, prompts: asyncio.Future[list[Prompt]]) -> None:
+def _hand_over(reply: Tokenized | CutUp | Failed, waiting: asyncio.Future[Any]) -> None:
     if isinstance(reply, Failed):
-        if not prompts.done():
-            prompts.set_exception(reply.error.exception())
-    elif prompts.done():
+        if not waiting.done():
+            waiting.set_exception(reply.error.exception())
+    elif isinstance(reply, CutUp):
+        if not waiting.done():
+            waiting.set_result(reply.clips)
+    elif waiting.done():
         with logged("the blocks of an aborted request cannot be freed"):  # removing its directory frees them later
             for prompt in reply.prompts():
                 for ref in prompt.refs():
                     free(ref)
     else:
-        prompts.set_result(reply.prompts())
+        waiting.set_result(reply.prompts())

@@ -8,9 +8,12 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from mindie_mm.inputs import Media
+from mindie_mm.nn.speech import SpeechTraits
 from mindie_mm.processes.ipc import Failure
 from mindie_mm.settings.config import ContentFormat, MediaCaps, Switch, WorkerConfig
 from mindie_mm.settings.limits import PromptLimits
+from mindie_mm.tokenize.clips import Clips
 from mindie_mm.tokenize.prompt import MediaSpan, Prompt
 from mindie_mm.tokenize.requests import TokenizeRequest
 from mindie_mm.tokenize.text.chat_traits import ChatTraits
@@ -47,6 +50,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """See `Prompts.shown_tokens`."""
     chat_traits: ChatTraits = ChatTraits()
     """See `Prompts.chat_traits`."""
+    speech: SpeechTraits | None = None
+    """See `Prompts.speech`."""
 
 
 class Tokenize(msgspec.Struct, frozen=True, array_like=True, tag="tokenize"):
@@ -56,6 +61,17 @@ class Tokenize(msgspec.Struct, frozen=True, array_like=True, tag="tokenize"):
     """Number of the request. The reply has the same number."""
     requests: list[TokenizeRequest]
     """Prompts of the request."""
+
+
+class Cut(msgspec.Struct, frozen=True, array_like=True, tag="cut"):
+    """Message to the tokenizer process: cut speech into clips, as `MediaStage.cut` does."""
+
+    number: int
+    """Number of the request. The reply has the same number."""
+    speech: Media
+    folder: str
+    max_bytes: int
+    domain: tuple[bytes, str]
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
@@ -92,6 +108,13 @@ class Tokenized(msgspec.Struct, frozen=True, array_like=True, tag="tokenized"):
         return cls(number, [SentPrompt(prompt.ids.tobytes(), prompt.spans) for prompt in prompts])
 
 
+class CutUp(msgspec.Struct, frozen=True, array_like=True, tag="cut_up"):
+    """Message from the tokenizer process: the clips of speech."""
+
+    number: int
+    clips: Clips
+
+
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     """Message from the tokenizer process: a request has failed."""
 
@@ -103,5 +126,5 @@ class Pong(msgspec.Struct, frozen=True, array_like=True, tag="pong"):
     """Message from the tokenizer process: the answer to `Ping`."""
 
 
-ToProcess = Tokenize | Cancel | Ping
-FromProcess = Tokenized | Failed | Pong
+ToProcess = Tokenize | Cut | Cancel | Ping
+FromProcess = Tokenized | CutUp | Failed | Pong

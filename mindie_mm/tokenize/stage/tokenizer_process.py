@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 import torch
@@ -30,6 +31,8 @@ from mindie_mm.tokenize.answer import answer
 from mindie_mm.tokenize.prompts import Prompts
 from mindie_mm.tokenize.stage.tokenizer_messages import (
     Cancel,
+    Cut,
+    CutUp,
     Failed,
     FromProcess,
     Pong,
@@ -77,7 +80,7 @@ class Server:
                 message = decoder.decode(await self._channel.recv())
             except EOFError:
                 return
-            if isinstance(message, Tokenize):
+            if isinstance(message, Tokenize | Cut):
                 self._requests[message.number] = asyncio.create_task(self._answer(message))
                 await asyncio.sleep(0)  # a task that is canceled before it starts would not reply
             elif isinstance(message, Cancel):
@@ -86,12 +89,16 @@ class Server:
             else:
                 self._send(Pong())
 
-    async def _answer(self, asked: Tokenize) -> None:
+    async def _answer(self, asked: Tokenize | Cut) -> None:
         faults.point("received")
         number = asked.number
-        reply: Tokenized | Failed
+        reply: Tokenized | CutUp | Failed
         try:
-            reply = Tokenized.of(number, await answer(self._prompts, asked.requests))
+            if isinstance(asked, Cut):
+                stage, folder = self._prompts.stage, Path(asked.folder)
+                reply = CutUp(number, await stage.cut(asked.speech, folder, asked.max_bytes, asked.domain))
+            else:
+                reply = Tokenized.of(number, await answer(self._prompts, asked.requests))
         except asyncio.CancelledError:
             if self._ending:  # the client sends the request again, as if this process had died
                 raise
@@ -146,7 +153,7 @@ async def _run(channel: ChildChannel, setup: Setup, arena: Arena) -> None:
             group.create_task(decoders.open(setup.num_decoders))
             reading = group.create_task(asyncio.to_thread(_read_checkpoint, setup, decoders, arena))
         prompts = reading.result()
-        channel.send(msgspec.msgpack.encode(Ready(prompts.shown_tokens, prompts.chat_traits)))
+        channel.send(msgspec.msgpack.encode(Ready(prompts.shown_tokens, prompts.chat_traits, prompts.speech)))
         with socket.socket(fileno=os.dup(channel.fileno())) as sock:
             await Server(await open_channel(sock), prompts, arena).serve()
     except MindieMMError as error:

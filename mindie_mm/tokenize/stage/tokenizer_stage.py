@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from pathlib import Path
 
+from mindie_mm.inputs import Media
+from mindie_mm.nn.speech import SpeechTraits
 from mindie_mm.processes.restarts import Restarts
+from mindie_mm.tokenize.clips import Clips
 from mindie_mm.tokenize.prompt import Prompt
 from mindie_mm.tokenize.requests import TokenizeRequest
 from mindie_mm.tokenize.text.chat_traits import ChatTraits
@@ -18,6 +22,8 @@ class TokenizerStage(ABC):
     """See `Prompts.shown_tokens`."""
     chat_traits: ChatTraits
     """See `Prompts.chat_traits`."""
+    speech: SpeechTraits | None
+    """See `Prompts.speech`."""
 
     @property
     @abstractmethod
@@ -51,6 +57,16 @@ class TokenizerStage(ABC):
         """Return the prompt of one request. `tokenize_together` describes the errors."""
         (prompt,) = await self.tokenize_together([request])
         return prompt
+
+    @abstractmethod
+    async def cut(self, speech: Media, folder: Path, max_bytes: int, domain: tuple[bytes, str]) -> Clips:
+        """Cut speech into clips. `MediaStage.cut` describes the arguments and errors.
+
+        Raises:
+            ProcessDied: The process died, or the tokenizer is closed.
+            NoProcess: No process was ready in time.
+
+        """
 
     @abstractmethod
     async def close(self) -> None:

@@ -1,0 +1,240 @@
+"""The answers of a transcription or a translation, in each format."""
+
+from __future__ import annotations
+
+import unicodedata
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NotRequired
+
+import msgspec
+from typing_extensions import TypedDict
+
+from mindie_mm.nn.speech import SpeechTraits
+from service.audio.body import Format
+from service.schemas.choices import Usage
+from service.schemas.openai_answers import ChatCompletion
+
+DELTA, DONE = "transcript.text.delta", "transcript.text.done"
+
+
+class TokenUsage(TypedDict):
+    """Numbers of tokens of all clips together."""
+
+    type: Literal["tokens"]
+    input_tokens: int
+    output_tokens: int
+    total_tokens: int
+
+
+class DurationUsage(TypedDict):
+    """Length of the speech."""
+
+    type: Literal["duration"]
+    seconds: float
+
+
+class Transcript(TypedDict):
+    """The answer in the format json."""
+
+    text: str
+    usage: TokenUsage
+
+
+class Segment(TypedDict):
+    """A stretch of speech."""
+
+    id: int
+    seek: int
+    """Beginning of the segment's clip, in frames of 10 ms."""
+    start: float
+    end: float
+    text: str
+    tokens: list[int]
+    temperature: float
+    avg_logprob: float | None
+    """Mean log-probability of the tokens. None if the model writes no time stamps."""
+    compression_ratio: float
+    no_speech_prob: None
+    """Always None: the probability is not computed."""
+
+
+class VerboseTranscript(TypedDict):
+    """The answer in the format verbose_json."""
+
+    task: Literal["transcribe", "translate"]
+    language: str
+    """Language of the request, or an empty string."""
+    duration: float
+    text: str
+    segments: list[Segment]
+    usage: DurationUsage
+
+
+class TranscriptEvent(TypedDict):
+    """An event of a streamed transcript."""
+
+    type: Literal["transcript.text.delta", "transcript.text.done"]
+    delta: NotRequired[str]
+    text: NotRequired[str]
+    """The whole transcript, in the last event."""
+    usage: NotRequired[TokenUsage]
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """A part of a clip that has been transcribed."""
+
+    start_s: float
+    stop_s: float
+    text: str
+    tokens: Sequence[int] = ()
+    avg_logprob: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """The answer about one clip."""
+
+    start_s: float
+    """Beginning of the clip in the speech."""
+    stop_s: float
+    stretches: Sequence[Stretch]
+    usage: Usage
+
+    @property
+    def text(self) -> str:
+        """The whole text of the clip."""
+        return "".join(stretch.text for stretch in self.stretches).strip()
+
+
+def heard(
+    completion: ChatCompletion, traits: SpeechTraits, times: tuple[float, float], decode: Callable[[list[int]], str]
+) -> Heard:
+    """Return the answer about the clip at `times`. `decode` returns the text of tokens."""
+    (choice,) = completion["choices"]
+    tokens, logprobs = choice["token_ids"], choice["logprobs"]
+    if tokens is None or logprobs is None:
+        text = _after(traits.answer_start, choice["message"]["content"] or "")
+        return Heard(*times, [Stretch(*times, text)] if text.strip() else [], completion["usage"])
+    scores = [position["logprob"] for position in msgspec.json.decode(logprobs["content"])]
+    return Heard(*times, _stretches(tokens, scores, traits, times, decode), completion["usage"])
+
+
+def _after(start: str, text: str) -> str:
+    return text.partition(start)[2] if start and start in text else text
+
+
+def _stretches(
+    tokens: Sequence[int],
+    scores: Sequence[float],
+    traits: SpeechTraits,
+    times: tuple[float, float],
+    decode: Callable[[list[int]], str],
+) -> list[Stretch]:
+    """Return the stretches between time stamps. A missing last time stamp is the end of the clip."""
+    found: list[Stretch] = []
+    begun, stop = times
+    own: list[tuple[int, float]] = []
+
+    def end(at: float) -> None:
+        nonlocal begun
+        ids = [token for token, _ in own]
+        if text := decode(ids):
+            found.append(Stretch(begun, at, text, ids, sum(score for _, score in own) / len(own)))
+        own.clear()
+        begun = at
+
+    for token, score in zip(tokens, scores, strict=False):
+        if token >= traits.first_time_id:
+            end(min(times[0] + (token - traits.first_time_id) * traits.time_s, stop))
+        else:
+            own.append((token, score))
+    end(stop)
+    return found
+
+
+def joined(texts: Sequence[str]) -> str:
+    """Return the texts of consecutive clips as one text, with spaces unless the script has none."""
+    whole = ""
+    for text in filter(None, map(str.strip, texts)):
+        whole += separator(whole, text) + text
+    return whole
+
+
+def separator(before: str, after: str) -> str:
+    """Return the text between two stripped texts: a space, except beside a character of Chinese or Japanese."""
+    return "" if not before or not after or _is_unspaced(before[-1]) or _is_unspaced(after[0]) else " "
+
+
+def _is_unspaced(character: str) -> bool:
+    is_wide = unicodedata.east_asian_width(character) in ("W", "F")
+    return is_wide and not unicodedata.name(character, "").startswith("HANGUL")
+
+
+def token_usage(clips: Sequence[Usage]) -> TokenUsage:
+    """Return the usage of all clips."""
+    given, made = (sum(clip[name] for clip in clips) for name in ("prompt_tokens", "completion_tokens"))
+    return {"type": "tokens", "input_tokens": given, "output_tokens": made, "total_tokens": given + made}
+
+
+def answer(
+    clips: Sequence[Heard],
+    form: Format,
+    *,
+    task: Literal["transcribe", "translate"],
+    language: str,
+    temperature: float,
+    duration_s: float,
+) -> Mapping[str, Any] | str:
+    """Return the answer in a format: an object to encode as JSON, or a text."""
+    text = joined([clip.text for clip in clips])
+    if form == "json":
+        return Transcript(text=text, usage=token_usage([clip.usage for clip in clips]))
+    if form == "text":
+        return f"{text}\n"
+    segments = _segments(clips, temperature)
+    if form == "verbose_json":
+        return VerboseTranscript(
+            task=task,
+            language=language,
+            duration=duration_s,
+            text=text,
+            segments=segments,
+            usage={"type": "duration", "seconds": duration_s},
+        )
+    if form == "srt":
+        cues = [f"{one['id'] + 1}\n{_range(one, ',')}\n{one['text'].strip()}\n\n" for one in segments]
+        return "".join(cues)
+    return "WEBVTT\n\n" + "".join(f"{_range(one, '.')}\n{one['text'].strip()}\n\n" for one in segments)
+
+
+def _segments(clips: Sequence[Heard], temperature: float) -> list[Segment]:
+    stretches = [(clip, stretch) for clip in clips for stretch in clip.stretches]
+    return [
+        {
+            "id": index,
+            "seek": round(100 * clip.start_s),
+            "start": round(stretch.start_s, 3),
+            "end": round(stretch.stop_s, 3),
+            "text": stretch.text,
+            "tokens": [*stretch.tokens],
+            "temperature": temperature,
+            "avg_logprob": stretch.avg_logprob,
+            "compression_ratio": len(data := stretch.text.encode()) / len(zlib.compress(data)),
+            "no_speech_prob": None,
+        }
+        for index, (clip, stretch) in enumerate(stretches)
+    ]
+
+
+def _range(segment: Segment, point: str) -> str:
+    return f"{_time(segment['start'], point)} --> {_time(segment['end'], point)}"
+
+
+def _time(seconds: float, point: str) -> str:
+    whole = round(1000 * seconds)
+    hours, rest = divmod(whole, 3_600_000)
+    minutes, rest = divmod(rest, 60_000)
+    return f"{hours:02}:{minutes:02}:{rest // 1000:02}{point}{rest % 1000:03}"

@@ -1,0 +1,158 @@
+"""POST /v1/audio/transcriptions and /v1/audio/translations."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from mindie_mm.errors import InputError, blaming
+from mindie_mm.nn.speech import SpeechTraits
+from mindie_mm.processes.tasks import gather
+from mindie_mm.tokenize.clips import Clips
+from service.audio.answer import DELTA, Heard, Transcript, TranscriptEvent, answer, heard
+from service.audio.answer import DONE as LAST
+from service.audio.body import Task, TranscriptionBody
+from service.audio.chat import chat_body, naming_file
+from service.audio.stream import ClipText, SpeechText
+from service.audio.upload import Upload, uploaded
+from service.http.errors import error_object
+from service.request.admitted import DONE, EventStream, SendEvent, WholeAnswer
+from service.request.incoming import Incoming, IncomingDep
+from service.routes.chat import Chat, chat_of
+from service.schemas.description import form_of, streamed
+
+router = APIRouter()
+
+_AT_ONCE = 4
+"""Maximum number of clips of one request that are transcribed at the same time."""
+_TYPES = {"text": "text/plain; charset=utf-8", "srt": "text/plain; charset=utf-8", "vtt": "text/vtt; charset=utf-8"}
+_RESPONSES = streamed(TranscriptEvent, whole=Transcript, last=DONE)
+_FORM = form_of(TranscriptionBody, "The speech, as any file that chats accept as audio.")
+
+
+@router.post("/v1/audio/transcriptions", responses=_RESPONSES, openapi_extra=_FORM)
+async def transcriptions(request: Request, incoming: IncomingDep) -> Response:
+    """Transcribe speech. Stream the transcript on request."""
+    return _receiving(request, incoming, "transcribe")
+
+
+@router.post("/v1/audio/translations", responses=_RESPONSES, openapi_extra=_FORM)
+async def translations(request: Request, incoming: IncomingDep) -> Response:
+    """Translate speech into English. Stream the translation on request."""
+    return _receiving(request, incoming, "translate")
+
+
+def _receiving(request: Request, incoming: Incoming, task: Task) -> Response:
+    if (traits := incoming.service.worker.tokenizer_stage.speech) is None:
+        raise InputError(f"the model {incoming.service.model_name} does not accept audio")
+    return _Receiving(request, incoming, lambda upload: _Speech.of(upload, incoming, task, traits).response())
+
+
+class _Receiving(Response):
+    """A response that receives an upload, and removes it when the answer has been sent."""
+
+    def __init__(self, request: Request, incoming: Incoming, respond: Callable[[Upload], Response]) -> None:
+        super().__init__()
+        self._request = request
+        self._incoming = incoming
+        self._respond = respond
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response as an ASGI application."""
+        async with uploaded(self._request, self._incoming.service) as upload:
+            await self._respond(upload)(scope, receive, send)
+
+
+@dataclass(frozen=True, slots=True)
+class _Speech:
+    """Speech that is to be transcribed or translated."""
+
+    upload: Upload
+    incoming: Incoming
+    task: Task
+    traits: SpeechTraits
+    body: TranscriptionBody
+    whole: Chat
+    """Chat about the whole speech."""
+
+    @classmethod
+    def of(cls, upload: Upload, incoming: Incoming, task: Task, traits: SpeechTraits) -> _Speech:
+        """Return the speech of a form. Raise InputError or ModelNotFound if a field is not valid."""
+        body = TranscriptionBody.of(upload.fields)
+        incoming.accept(body)
+        body.check(task, traits)
+        chat = chat_of(chat_body(body, task, traits, upload.file), incoming, prefix="trsc-0-", cut_max_tokens=True)
+        return cls(upload, incoming, task, traits, body, chat)
+
+    def response(self) -> Response:
+        """Return the response, which transcribes the speech."""
+        admission = self.incoming.service.admission
+        if self.body.stream:
+            return EventStream(self.stream, error_object, admission, DONE, None)
+        return WholeAnswer(self.answer, admission, media_type=_TYPES.get(self.body.format))
+
+    async def answer(self) -> Mapping[str, Any] | str:
+        """Return the answer in the format of the request."""
+        with naming_file():
+            clips, turns = await self._cut(), asyncio.Semaphore(_AT_ONCE)
+
+            async def listen(chat: Chat, times: tuple[float, float]) -> Heard:
+                async with turns:
+                    completion = await chat.answer()
+                decode = self.incoming.service.worker.tokenizer.decode
+                return heard(completion, self.traits, times, decode)
+
+            found = await gather([listen(*one) for one in zip(self._chats(clips), clips.times, strict=True)])
+        language = self.body.language_of(self.traits)
+        return answer(
+            found,
+            self.body.format,
+            task=self.task,
+            language="" if language is None else language[0],
+            temperature=self.body.temperature or 0.0,
+            duration_s=clips.times[-1][1],
+        )
+
+    async def stream(self, send: SendEvent) -> None:
+        """Send the transcript in pieces, in the order of the speech. Later clips are transcribed meanwhile."""
+        speech = SpeechText(lambda text: send({"type": DELTA, "delta": text}))
+        with naming_file():
+            clips, turns = await self._cut(), asyncio.Semaphore(_AT_ONCE)
+            texts = [speech.clip(self.traits.answer_start) for _ in clips.starts]
+
+            async def listen(chat: Chat, text: ClipText) -> None:
+                async with turns:
+                    await chat.stream(text.add)
+                text.finish()
+
+            await gather([listen(*one) for one in zip(self._chats(clips), texts, strict=True)])
+        send({"type": LAST, "text": speech.text, "usage": speech.usage})
+
+    async def _cut(self) -> Clips:
+        service, upload = self.incoming.service, self.upload
+        left = service.config.max_media_bytes - upload.num_bytes
+        with blaming("file"):
+            clips = await service.worker.cut(upload.file, upload.folder, left, (self.incoming.owner, ""))
+        if len(clips.starts) > 1:
+            service.media.spend(upload.directory, clips.num_bytes)
+        return clips
+
+    def _chats(self, clips: Clips) -> Sequence[Chat]:
+        if len(clips.starts) == 1:
+            return [self.whole]
+        files = [clips.file(self.upload.folder, index) for index in range(len(clips.starts))]
+        return [
+            chat_of(
+                chat_body(self.body, self.task, self.traits, file),
+                self.incoming,
+                prefix=f"trsc-{index}-",
+                cut_max_tokens=True,
+            )
+            for index, file in enumerate(files)
+        ]
