@@ -211,7 +211,8 @@ class Seq2SeqEngine(BaseEngine):
     def _constrain(self, logits: Tensor, requests: Sequence[Request]) -> bool:
         for row, request in zip(logits, requests, strict=True):
             last = request.num_output + 1 == request.max_tokens and self._forces_eos(request)
-            self._model.rules.constrain(row, request.output_ids, last=last)
+            prompt_ids = request.token_ids[: request.num_prompt]
+            self._model.constrain(row, prompt_ids, request.output_ids, last=last)
         super()._constrain(logits, requests)
         return True
 

@@ -3,7 +3,8 @@
 Source: arXiv 2212.04356. Spectrograms, the decoder's first tokens and logits match transformers' `whisper`. The prompt
 of the encoder consists of placeholders, one for each of its positions. The tokens that follow them begin the decoder's
 sequence: the transcript before the clip, if any, the language, the task, and the token that turns time stamps off. If
-the prompt states no language, the decoder detects it.
+the prompt states no language, the decoder detects it. If its text contains the time stamp of the clip's beginning,
+<|0.00|>, time stamps are on, and follow the rules of transformers' `WhisperTimeStampLogitsProcessor`.
 
 A clip longer than the encoder's window, 30 s, is refused. The reference cuts it, or decodes it in overlapping segments
 whose bounds depend on predicted time stamps.
@@ -12,6 +13,7 @@ whose bounds depend on predicted time stamps.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,12 +32,16 @@ from mindie_mm.nn.generation import GenerationRules
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.model_inputs import Item
 from mindie_mm.nn.seq2seq import Decoding, Seq2SeqModel, load_seq2seq
+from mindie_mm.nn.speech import SpeechTraits
 from mindie_mm.nn.splice import MediaItem, Splice
 from mindie_mm.nn.staging import to_device
 from mindie_mm.nn.traits import Traits
 from mindie_mm.nn.weights.pretrained import read_config
 
 _EXTRACTORS = {"WhisperFeatureExtractor": {"feature_size": 80}}
+_FIRST_TIME = "<|0.00|>"
+_FRAMES_PER_TIME = 2
+"""Number of frames between two time stamps."""
 _FURTHER_FRAMES = 3
 """Number of frames after the end of a clip that are stored. The window of the last one contains only silence."""
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -51,7 +57,7 @@ class WhisperProcessor(ClipProcessor):
     """Processor for Whisper.
 
     A text is the transcript before the clip. It may also contain the token of a language and the token of a task, such
-    as <|de|><|translate|>.
+    as <|de|><|translate|>, and <|0.00|> for time stamps.
     """
 
     traits = Traits(
@@ -82,8 +88,31 @@ class WhisperProcessor(ClipProcessor):
         languages, tasks = (dict(generation.get(f"{name}_to_id") or {}) for name in ("lang", "task"))
         self.languages, self._tasks = frozenset(languages.values()), frozenset(tasks.values())
         self._language, self._task = _forced(generation, languages, tasks)
-        self._control = {self.start, self.no_timestamps, self._previous, config.eos_token_id}
+        first_time = checkpoint.ids_of(checkpoint.tokenizer_json()).get(_FIRST_TIME)
+        self.first_time = first_time if first_time == self.no_timestamps + 1 else -1
+        """Token of the first time stamp, after which the others follow, or -1 if the tokenizer lacks it."""
+        self._control = {self.start, self.no_timestamps, self._previous, config.eos_token_id, self.first_time}
         self._control |= self.languages | self._tasks
+        self.end = config.eos_token_id
+        self.last_first_time: int | None = generation.get("max_initial_timestamp_index")
+        self._speech = self._speech_traits(languages, tasks)
+
+    def _speech_traits(self, languages: Mapping[str, int], tasks: Mapping[str, int]) -> SpeechTraits:
+        return SpeechTraits(
+            window_s=self.clips.mel.max_samples / self.clips.mel.rate,
+            transcribe="<|transcribe|>" if "transcribe" in tasks else "",
+            translate="<|translate|>" if "translate" in tasks else None,
+            in_language="{language}",
+            languages={name.strip("<|>"): name for name in languages} or {"en": ""},
+            with_prompt="{prompt}",
+            with_times=_FIRST_TIME if self.first_time > 0 else "",
+            first_time_id=self.first_time,
+            time_s=self.clips.mel.hop * _FRAMES_PER_TIME / self.clips.mel.rate,
+        )
+
+    @property
+    def speech(self) -> SpeechTraits:
+        return self._speech
 
     def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
         return super().spelling(kind, num_features, grid) if num_features == self.num_features else None
@@ -103,7 +132,8 @@ class WhisperProcessor(ClipProcessor):
         task = _only(ids, self._tasks, "task", self._task)
         text = [index for index in ids if index not in self._control]
         chosen = [index for index in (language, task) if index is not None]
-        return [*([self._previous, *text] if text else ()), self.start, *chosen, self.no_timestamps]
+        off = () if self.first_time in ids else (self.no_timestamps,)
+        return [*([self._previous, *text] if text else ()), self.start, *chosen, *off]
 
 
 class WhisperModel(Seq2SeqModel):
@@ -111,7 +141,26 @@ class WhisperModel(Seq2SeqModel):
 
     def __init__(self, module: Any, spec: ModelSpec, rules: GenerationRules, processor: WhisperProcessor) -> None:
         super().__init__(module, spec, module.model, module.proj_out, rules)
+        from transformers.generation.logits_process import (
+            WhisperTimeStampLogitsProcessor,
+        )  # imported late: takes seconds
+
         self._processor = processor
+        known = SimpleNamespace(
+            no_timestamps_token_id=processor.no_timestamps,
+            eos_token_id=processor.end,
+            bos_token_id=processor.end,
+            max_initial_timestamp_index=processor.last_first_time,
+        )
+        self._times = WhisperTimeStampLogitsProcessor(known, begin_index=1)
+
+    def constrain(self, row: Tensor, prompt_ids: Sequence[int], output_ids: Sequence[int], *, last: bool) -> None:
+        """Also apply the rules for time stamps, if the prompt does not turn them off."""
+        super().constrain(row, prompt_ids, output_ids, last=last)
+        known = self._processor
+        if known.first_time > 0 and known.no_timestamps not in prompt_ids[known.num_features :]:
+            ids = upload([[known.start, *output_ids]], row.device)
+            row.copy_(self._times(ids, row.unsqueeze(0))[0])
 
     def check_prompt(self, ids: NDArray[np.int64], items: Sequence[MediaItem]) -> None:
         known = self._processor
@@ -169,11 +218,15 @@ class Whisper(PretrainedFamily):
 
     @classmethod
     def tokenizer(cls, checkpoint: Checkpoint) -> Any:
-        """Return the tokenizer of the checkpoint, in which texts may contain the tokens of languages and tasks."""
+        """Return the tokenizer of the checkpoint.
+
+        Texts may contain the tokens of languages and tasks, and the first time stamp.
+        """
         from transformers import PreTrainedTokenizerFast
 
         generation = checkpoint.json("generation_config.json")
         chosen = {index for name in ("lang_to_id", "task_to_id") for index in (generation.get(name) or {}).values()}
+        chosen.add(checkpoint.token_id("<|notimestamps|>") + 1)  # the first time stamp
         backend = checkpoint.tokenizer(lambda token: token["special"] and token["id"] not in chosen)
         named = {name: token for name in _NAMED_TOKENS if (token := checkpoint.special_token(name)) is not None}
         return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **named)

@@ -100,6 +100,18 @@ class Seq2SeqModel(MediaModel):
         """
         return [self.rules.start_token_id]
 
+    def constrain(self, row: Tensor, prompt_ids: Sequence[int], output_ids: Sequence[int], *, last: bool) -> None:
+        """Apply the constraints on the next token to its logits, in place.
+
+        Args:
+            row: Logits, float32 [vocabulary].
+            prompt_ids: Ids of the prompt without handle words.
+            output_ids: Tokens of the answer so far.
+            last: Whether the next token is the last token that the answer may have.
+
+        """
+        self.rules.constrain(row, output_ids, last=last)
+
     def longest_output(self, num_prompt: int) -> int:
         """Return the maximum number of tokens of an answer to a prompt of `num_prompt` tokens."""
         return self.spec.max_model_len

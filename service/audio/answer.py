@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import unicodedata
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NotRequired
 
@@ -110,16 +110,30 @@ class Heard:
 
 
 def heard(
-    completion: ChatCompletion, traits: SpeechTraits, times: tuple[float, float], decode: Callable[[list[int]], str]
+    completion: ChatCompletion,
+    traits: SpeechTraits,
+    times: tuple[float, float],
+    decode: Callable[[list[int]], str],
+    ends: Collection[int],
 ) -> Heard:
-    """Return the answer about the clip at `times`. `decode` returns the text of tokens."""
+    """Return the answer about the clip at `times`.
+
+    Args:
+        completion: Chat completion about the clip.
+        traits: Traits of the checkpoint.
+        times: Beginning and end of the clip in the speech, in seconds.
+        decode: Function that returns the text of tokens.
+        ends: Ids of the tokens that end an answer.
+
+    """
     (choice,) = completion["choices"]
     tokens, logprobs = choice["token_ids"], choice["logprobs"]
     if tokens is None or logprobs is None:
         text = _after(traits.answer_start, choice["message"]["content"] or "")
         return Heard(*times, [Stretch(*times, text)] if text.strip() else [], completion["usage"])
     scores = [position["logprob"] for position in msgspec.json.decode(logprobs["content"])]
-    return Heard(*times, _stretches(tokens, scores, traits, times, decode), completion["usage"])
+    scored = [(token, score) for token, score in zip(tokens, scores, strict=False) if token not in ends]
+    return Heard(*times, _stretches(scored, traits, times, decode), completion["usage"])
 
 
 def _after(start: str, text: str) -> str:
@@ -127,13 +141,15 @@ def _after(start: str, text: str) -> str:
 
 
 def _stretches(
-    tokens: Sequence[int],
-    scores: Sequence[float],
+    scored: Sequence[tuple[int, float]],
     traits: SpeechTraits,
     times: tuple[float, float],
     decode: Callable[[list[int]], str],
 ) -> list[Stretch]:
-    """Return the stretches between time stamps. A missing last time stamp is the end of the clip."""
+    """Return the stretches between time stamps. A missing last time stamp is the end of the clip.
+
+    `scored` has the tokens with their log-probabilities.
+    """
     found: list[Stretch] = []
     begun, stop = times
     own: list[tuple[int, float]] = []
@@ -146,7 +162,7 @@ def _stretches(
         own.clear()
         begun = at
 
-    for token, score in zip(tokens, scores, strict=False):
+    for token, score in scored:
         if token >= traits.first_time_id:
             end(min(times[0] + (token - traits.first_time_id) * traits.time_s, stop))
         else:

@@ -105,8 +105,8 @@ class _Speech:
             async def listen(chat: Chat, times: tuple[float, float]) -> Heard:
                 async with turns:
                     completion = await chat.answer()
-                decode = self.incoming.service.worker.tokenizer.decode
-                return heard(completion, self.traits, times, decode)
+                worker = self.incoming.service.worker
+                return heard(completion, self.traits, times, worker.tokenizer.decode, worker.engine.info.eos_token_ids)
 
             found = await gather([listen(*one) for one in zip(self._chats(clips), clips.times, strict=True)])
         language = self.body.language_of(self.traits)

@@ -5,11 +5,13 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
+from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 from transformers import WhisperConfig, WhisperFeatureExtractor, WhisperForConditionalGeneration
 
 from mindie_mm.device.cpu import CPU
 from mindie_mm.engine.process.largest_step import WorstCase
+from mindie_mm.engine.seq2seq import Seq2SeqEngine
 from mindie_mm.errors import InputError, LimitExceeded
 from mindie_mm.models import load_model
 from mindie_mm.settings.config import EngineConfig
@@ -42,6 +44,41 @@ GENERATION = {
     "begin_suppress_tokens": [220, EOT],
     "max_length": TARGET,
 }
+
+
+def write_timed_checkpoint(out):
+    """Write a checkpoint that writes time stamps. As in published ones, their tokens are the last of the vocabulary."""
+    TestWhisper.write_checkpoint(out)
+    tokenizer = save_tokenizer(out, [])
+    first = len(tokenizer)
+    times = [f"<|{0.02 * index:.2f}|>" for index in range(FEATURES + 1)]
+    tokenizer.add_special_tokens({"additional_special_tokens": [*TOKENS], "eos_token": TOKENS[EOT]})
+    tokenizer.add_tokens([AddedToken(time, special=False, normalized=False) for time in times])
+    tokenizer.save_pretrained(out)
+    moved = {
+        name: [[step, index and index + first] for step, index in value]
+        if name == "forced_decoder_ids"
+        else {key: index + first for key, index in value.items()}
+        if isinstance(value, dict)
+        else [index + first if index < len(TOKENS) else index for index in value]
+        if isinstance(value, list)
+        else value + first
+        if name.endswith("_id")
+        else value
+        for name, value in GENERATION.items()
+    }
+    save_json(out, generation_config=moved | {"max_initial_timestamp_index": 50})
+    config = WhisperConfig.from_pretrained(out)
+    config.vocab_size = len(tokenizer)
+    for name in ("decoder_start_token_id", "bos_token_id", "pad_token_id", "eos_token_id"):
+        setattr(config, name, getattr(config, name) + first)
+    torch.manual_seed(0)
+    model = WhisperForConditionalGeneration(config)
+    model.model.decoder.embed_tokens.weight.data[-len(times) :] *= 1.6  # so that it writes time stamps
+    (out / "generation_config.json").unlink()
+    model.save_pretrained(out)
+    save_json(out, generation_config=moved | {"max_initial_timestamp_index": 50})
+    return out
 
 
 class Reference(Seq2SeqReference):
@@ -220,3 +257,23 @@ class TestWhisper(Seq2SeqContract):
         caplog.clear()
         WorstCase(model, processor, CPU(), EngineConfig(max_model_len=FEATURES)).step(("audio",))
         assert not caplog.messages
+
+
+@pytest.fixture(scope="module")
+def timed(tmp_path_factory):
+    return write_timed_checkpoint(tmp_path_factory.mktemp("timed"))
+
+
+@pytest.mark.parametrize("hertz", [300, 900, 1500])
+def test_time_stamps_are_the_references(timed, tmp_path, hertz):
+    model = WhisperForConditionalGeneration.from_pretrained(timed, dtype=torch.float32)
+    clip, own = tone(1.3, hertz=hertz), load_model(timed, device="cpu")
+    features = WhisperFeatureExtractor.from_pretrained(timed)(clip, sampling_rate=16_000, return_tensors="pt")
+    # Otherwise, `generate` decodes the speech after an unfinished segment again.
+    settings = {"force_unique_generate_call": True, "do_sample": False, "num_beams": 1, "max_new_tokens": 30}
+    expected = model.generate(**features, **settings, language="<|en|>", return_timestamps=True)[0].tolist()
+    with Tokenizer.from_pretrained(timed) as tokenizer:
+        ids = tokenizer.tokenize([{"audio": clip}, {"text": "<|en|><|0.00|>"}], tmp_path / "shm.txt")
+        outputs, errors = run(Seq2SeqEngine(own, EngineConfig()), [ids], max_tokens=30)
+    assert not errors
+    assert outputs[0] == expected[3:]  # after the start, the language and the task

@@ -1,0 +1,123 @@
+"""Tests of transcriptions by a family that writes time stamps, with random weights and a window of 2 s."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import httpx2
+import numpy as np
+import pytest
+
+from tests.models.test_whisper import WINDOW_S, write_timed_checkpoint
+from tests.service.test_sound import input_audio
+from tests.service.test_transcriptions import PATH, RATE, events
+from tests.sound_samples import encode_sound, tone
+from tests.warm import running_service
+from tools.serving import RunningService
+
+CLIP = encode_sound(tone(1.3, hertz=900), RATE)
+TIME_S = 0.02
+
+
+@pytest.fixture(scope="module")
+def whisper(tmp_path_factory: pytest.TempPathFactory, settings: dict[str, object]) -> Iterator[RunningService]:
+    folder = tmp_path_factory.mktemp("whisper")
+    (folder / "timed").mkdir()
+    given = settings | {"spool": folder / "spool", "pooling": "auto"}
+    with running_service(given, folder / "log", write_timed_checkpoint(folder / "timed")) as running:
+        yield running
+        assert running.wait_until_free()["blocks"] == 0
+        assert running.stop() == 0, (folder / "log").read_text()[-2000:]
+    assert not list((folder / "spool").iterdir())
+
+
+@pytest.fixture(scope="module")
+def listener(whisper: RunningService) -> Iterator[httpx2.Client]:
+    with httpx2.Client(base_url=whisper.url, timeout=300) as client:
+        yield client
+
+
+def transcribe(listener: httpx2.Client, sound: bytes, path: str = PATH, **fields: Any) -> httpx2.Response:
+    data = {"max_completion_tokens": "24"} | fields
+    answer = listener.post(path, files={"file": ("a.wav", sound)}, data=data)
+    assert answer.status_code == 200, answer.text
+    return answer
+
+
+def chat(listener: httpx2.Client, sound: bytes, text: str) -> tuple[str, list[int]]:
+    """Return the text and the tokens of a chat about the sound."""
+    messages = [{"role": "user", "content": [input_audio(sound), {"type": "text", "text": text}]}]
+    body = {"messages": messages, "temperature": 0, "max_tokens": 24, "return_token_ids": True}
+    answer = listener.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    (choice,) = answer.json()["choices"]
+    return choice["message"]["content"].strip(), choice["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "text"),
+    [
+        (PATH, {}, "<|transcribe|>"),
+        (PATH, {"language": "German"}, "<|transcribe|><|de|>"),
+        (PATH, {"language": "en-US", "prompt": "A square."}, "A square.<|transcribe|><|en|>"),
+        ("/v1/audio/translations", {"language": "de"}, "<|translate|><|de|>"),
+    ],
+)
+def test_language_task_and_prompt_begin_the_decoders_sequence(
+    listener: httpx2.Client, path: str, fields: dict[str, str], text: str
+) -> None:
+    expected, _ = chat(listener, CLIP, text)
+    assert transcribe(listener, CLIP, path, **fields).json()["text"] == expected
+    *_, last = events(transcribe(listener, CLIP, path, stream="true", **fields))
+    assert last["text"] == expected
+
+
+def test_segments_lie_between_time_stamps(listener: httpx2.Client, whisper: RunningService) -> None:
+    _, tokens = chat(listener, CLIP, "<|transcribe|><|0.00|>")
+    granularity = {"timestamp_granularities[]": "segment"}
+    verbose = transcribe(listener, CLIP, response_format="verbose_json", **granularity).json()
+    described = json.loads((whisper.log.with_name("timed") / "tokenizer.json").read_text())
+    (first,) = [token["id"] for token in described["added_tokens"] if token["content"] == "<|0.00|>"]
+    times = [index for index in tokens if index >= first]
+    assert len(times) > 1
+    assert (verbose["duration"], verbose["text"]) == (1.3, "".join(s["text"] for s in verbose["segments"]).strip())
+    assert verbose["segments"][0]["start"] == pytest.approx((times[0] - first) * TIME_S)
+    said = [index for segment in verbose["segments"] for index in segment["tokens"]]
+    assert said == [index for index in tokens if index < first]
+    for segment in verbose["segments"]:
+        assert 0 <= segment["start"] <= segment["end"] <= 1.3
+        assert segment["avg_logprob"] < 0
+
+
+def test_times_of_long_speech_add_up(listener: httpx2.Client) -> None:
+    parts = [part for hertz in (300, 900, 1500) for part in (tone(1.4, hertz=hertz), np.zeros(RATE // 2, np.float32))]
+    samples = np.concatenate(parts)
+    sound = encode_sound(samples, RATE)
+    segments = transcribe(listener, sound, response_format="verbose_json").json()["segments"]
+    seeks = sorted({segment["seek"] / 100 for segment in segments})
+    assert len(seeks) == 3
+    whole = np.frombuffer(sound[44:], np.int16)
+    for start, stop in pairwise([*seeks, len(samples) / RATE]):
+        assert stop - start <= WINDOW_S
+        clip = encode_sound(whole[round(start * RATE) : round(stop * RATE)].astype(np.float32) / 2**15, RATE)
+        alone = transcribe(listener, clip, response_format="verbose_json").json()["segments"]
+        own = [segment for segment in segments if segment["seek"] == round(100 * start)]
+        assert [segment["tokens"] for segment in own] == [segment["tokens"] for segment in alone]
+        for one, other in zip(own, alone, strict=True):
+            assert one["start"] == pytest.approx(start + other["start"], abs=2e-3)
+            assert one["end"] == pytest.approx(start + other["end"], abs=2e-3)
+
+
+def test_words_have_no_time_stamps(listener: httpx2.Client) -> None:
+    data = {"response_format": "verbose_json", "timestamp_granularities[]": "word"}
+    answer = listener.post(PATH, files={"file": ("a.wav", CLIP)}, data=data)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "timestamp_granularities"
+
+
+def test_a_language_that_the_checkpoint_lacks_is_refused(listener: httpx2.Client) -> None:
+    answer = listener.post(PATH, files={"file": ("a.wav", CLIP)}, data={"language": "fr"})
+    assert answer.json()["error"]["message"] == ("language is 'fr', which this model does not know; use one of en, de")
