@@ -8,25 +8,36 @@ convert_qwen3_asr_to_hf.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from mindie_mm.errors import UnsupportedCheckpoint
+from mindie_mm.inputs import Kind
 from mindie_mm.models._chunked_encoder import check_encoder, chunked_length, encode_clips, longest_clip
 from mindie_mm.models._clips import SPECTROGRAM, ClipProcessor, Clips, read_mel
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.renaming import Renaming
 from mindie_mm.nn.family import Placeholder, PretrainedFamily
 from mindie_mm.nn.model import ModelSpec
+from mindie_mm.nn.speech import SpeechTraits
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.staging import to_device
 from mindie_mm.nn.traits import Traits
 from mindie_mm.nn.weights.pretrained import PretrainedModel, read_config
 
 _DEFAULTS: Mapping[str, Any] = {"feature_size": 128, "min_length": 8000}
+_ANSWER_START = "<asr_text>"
+"""Token between the language of an answer and the transcript."""
+_WRITES_ASSISTANT = re.compile(r"""['"]assistant['"]|role['"\]]*\s*(?:\+|-?\}\})""")
+"""Pattern of a template that compares a role with the assistant's, or writes roles."""
+_LAST_MESSAGE = (
+    "{% if messages[-1].role == 'assistant' and not add_generation_prompt %}<|im_start|>assistant\n"
+    "{{ messages[-1].content }}<|im_end|>\n{% endif %}"
+)
 _THINKER = "thinker_config"
 _MROPE_KEYS = frozenset({"mrope_section", "mrope_interleaved", "interleaved"})
 """Rotary settings without effect, because all axes of a position are equal in a prompt of text and audio clips."""
@@ -60,6 +71,29 @@ class Qwen3ASRProcessor(ClipProcessor):
         self.feature_width = config.text_config.hidden_size
         before, after = (_marker_id(checkpoint, end) for end in ("start", "end"))
         self.placeholders = {"audio": Placeholder((before,), config.audio_token_id, (after,))}
+
+    def template(self, own: str | None, tokenizers: str | None, kinds: Collection[Kind]) -> str | None:
+        """Return the chat template. A template that leaves out the assistant's messages also writes the last one.
+
+        The first repositories append the language of the answer to the rendered prompt instead.
+        """
+        source = super().template(own, tokenizers, kinds)
+        return source if source is None or _WRITES_ASSISTANT.search(source) else source + _LAST_MESSAGE
+
+    @property
+    def speech(self) -> SpeechTraits:
+        from transformers.models.qwen3_asr.processing_qwen3_asr import LANGUAGE_CODE_TO_NAME  # imported late: slow
+
+        return SpeechTraits(
+            window_s=self.clips.window_s,
+            transcribe="",
+            translate=None,
+            languages=LANGUAGE_CODE_TO_NAME,
+            with_prompt="{prompt}",
+            prompt_role="system",
+            opening=f"language {{language}}{_ANSWER_START}",
+            answer_start=_ANSWER_START,
+        )
 
 
 class Qwen3ASRModel(PretrainedModel):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 import msgspec
 
@@ -107,6 +108,10 @@ class SpeechTraits(msgspec.Struct, frozen=True):
     """The form of a language in the text, by ISO 639 code. Empty if no language can be chosen."""
     with_prompt: str = "The speech may contain names and words from this text: {prompt}\n"
     """Text for the `prompt` of a request."""
+    prompt_role: Literal["user", "system"] = "user"
+    """Role of the message with this text."""
+    opening: str = ""
+    """Beginning of the answer if the request states a language, with `{language}`. It replaces `in_language`."""
     with_times: str = ""
     """Text that asks for time stamps. Empty if the checkpoint writes none."""
     first_time_id: int = -1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from mindie_mm.errors import InputError
 from mindie_mm.nn.speech import SpeechTraits
@@ -25,12 +26,27 @@ def chat_body(body: TranscriptionBody, task: Task, traits: SpeechTraits, clip: P
         InputError: A field is not valid.
 
     """
-    wants_times = body.wants_times(traits)
-    parts = [{"type": "audio", "audio": SpooledFile(clip)}]
-    if text := _text(body, task, traits):
-        parts.append(text_part(text))
+    wants_times, language = body.wants_times(traits), body.language_of(traits)
+    context = traits.with_prompt.format(prompt=body.prompt) if body.prompt else ""
+    what = traits.transcribe if task == "transcribe" else traits.translate or ""
+    opening = spoken = ""
+    if language is not None:
+        opening = traits.opening.format(language=language[1])
+        spoken = "" if opening else traits.in_language.format(language=language[1])
+    text = what + spoken + (traits.with_times if wants_times else "")
+    messages: list[dict[str, Any]] = []
+    if traits.prompt_role == "user":
+        text = context + text
+    elif context:
+        messages.append({"role": "system", "content": context})
+    parts = [{"type": "audio", "audio": SpooledFile(clip)}, *([text_part(text)] if text else ())]
+    messages.append({"role": "user", "content": parts})
+    if opening:
+        messages.append({"role": "assistant", "content": opening})
     fields = {name: getattr(body, name) for name in _SAME} | {
-        "messages": [{"role": "user", "content": parts}],
+        "messages": messages,
+        "continue_final_message": bool(opening) or None,
+        "add_generation_prompt": False if opening else None,
         "temperature": body.temperature or 0.0,
         "max_tokens": body.max_completion_tokens,
         "repetition_penalty": body.repetition_penalty,
@@ -39,15 +55,6 @@ def chat_body(body: TranscriptionBody, task: Task, traits: SpeechTraits, clip: P
         "logprobs": wants_times or None,
     }
     return chat_body_of(fields, {"max_tokens": "max_completion_tokens"})
-
-
-def _text(body: TranscriptionBody, task: Task, traits: SpeechTraits) -> str:
-    """Return the text of the user's turn. Raise InputError if the model does not know the language."""
-    prompt = traits.with_prompt.format(prompt=body.prompt) if body.prompt else ""
-    what = traits.transcribe if task == "transcribe" else traits.translate or ""
-    language = body.language_of(traits)
-    spoken = traits.in_language.format(language=language[1]) if language is not None else ""
-    return prompt + what + spoken + (traits.with_times if body.wants_times(traits) else "")
 
 
 @contextmanager
