@@ -160,13 +160,8 @@ def add_front(
     admission: Admission,
     metrics: Metrics,
     tracer: Tracer | None = None,
-    *,
-    holds_uploads: bool = False,
 ) -> None:
-    """Add the middleware that every request passes before it reaches a route: limits, access control and CORS.
-
-    `holds_uploads` states whether the bodies of uploads are kept in memory. Otherwise, a route spools them.
-    """
+    """Add the middleware that every request passes before it reaches a route: limits, access control and CORS."""
     # The middleware that is added last is the outermost. CORS must be outside Access, because a preflight has no key.
     if clients:
         app.add_middleware(Access, clients=clients)
@@ -182,15 +177,7 @@ def add_front(
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
-    app.add_middleware(
-        Middleware,
-        config=config,
-        clients=clients,
-        admission=admission,
-        metrics=metrics,
-        tracer=tracer,
-        holds_uploads=holds_uploads,
-    )
+    app.add_middleware(Middleware, config=config, clients=clients, admission=admission, metrics=metrics, tracer=tracer)
     app.add_middleware(MessagesFront)
 
 

@@ -59,7 +59,8 @@ class TranscriptionBody(Body):
         """
         lists = {name for name, field in cls.model_fields.items() if "list" in str(field.annotation)}
         given: dict[str, Any] = {}
-        for name, values in fields.items():
+        for sent, values in fields.items():
+            name = sent.removesuffix("[]")
             if name in lists:
                 given[name] = [*values]
             elif len(values) > 1 and name not in cls.not_served:

@@ -82,7 +82,7 @@ class Ingress:
         app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
         # Requests are admitted by workers. The ingress bounds only the bodies that it holds.
         admission = Admission(2**31, config.request_timeout_s)
-        add_front(app, config, Clients(config), admission, Metrics(model_name), holds_uploads=True)
+        add_front(app, config, Clients(config), admission, Metrics(model_name))
         errors.install(app)
         app.mount("", self._forward)
         self._app = app

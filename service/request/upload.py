@@ -26,7 +26,7 @@ UPLOADING = ".upload-"
 """Beginning of the names of files that are being received."""
 MAX_FIELDS = 64
 """Maximum number of fields of a form besides its file."""
-MAX_FIELD_BYTES = 2**16
+MAX_FIELD_BYTES = 2**18
 """Maximum size of all fields together."""
 _MAX_FRAME_BYTES = 2**18
 """Upper limit of the bytes in headers and boundaries of a form with at most `MAX_FIELDS` fields."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -20,10 +22,13 @@ from service.audio.answer import DONE as LAST
 from service.audio.body import Task, TranscriptionBody
 from service.audio.chat import chat_body, naming_file
 from service.audio.stream import ClipText, SpeechText
-from service.audio.upload import Upload, uploaded
 from service.http.errors import error_object
 from service.request.admitted import DONE, EventStream, SendEvent, WholeAnswer
 from service.request.incoming import Incoming, IncomingDep
+from service.request.prompts import spool_directory
+from service.request.quota import room_to_spool
+from service.request.state import Service
+from service.request.upload import Upload, receive_upload
 from service.routes.chat import Chat, chat_of
 from service.schemas.description import form_of, streamed
 
@@ -65,8 +70,23 @@ class _Receiving(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response as an ASGI application."""
-        async with uploaded(self._request, self._incoming.service) as upload:
+        async with _spooled(self._request, self._incoming.service) as upload:
             await self._respond(upload)(scope, receive, send)
+
+
+@asynccontextmanager
+async def _spooled(request: Request, service: Service) -> AsyncIterator[Upload]:
+    """Receive the form into a folder of its own in the spool. The file counts toward the limits of the spool."""
+    with room_to_spool(), spool_directory(service.spool) as directory:
+        try:
+            (folder := directory.path / "audio").mkdir(mode=0o700)
+            limit, spend = service.config.max_item_bytes, partial(service.media.spend, directory.path)
+            async with receive_upload(request, folder, limit, setting="--max-item-bytes", spend=spend) as upload:
+                if not upload.num_bytes:
+                    raise InputError("the file is empty", param="file")
+                yield upload
+        finally:
+            service.media.remove(directory.path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +107,7 @@ class _Speech:
         body = TranscriptionBody.of(upload.fields)
         incoming.accept(body)
         body.check(task, traits)
-        chat = chat_of(chat_body(body, task, traits, upload.file), incoming, prefix="trsc-0-", cut_max_tokens=True)
+        chat = chat_of(chat_body(body, task, traits, upload.path), incoming, prefix="trsc-0-", cut_max_tokens=True)
         return cls(upload, incoming, task, traits, body, chat)
 
     def response(self) -> Response:
@@ -138,15 +158,15 @@ class _Speech:
         service, upload = self.incoming.service, self.upload
         left = service.config.max_media_bytes - upload.num_bytes
         with blaming("file"):
-            clips = await service.worker.cut(upload.file, upload.folder, left, (self.incoming.owner, ""))
+            clips = await service.worker.cut(upload.path, upload.path.parent, left, (self.incoming.owner, ""))
         if len(clips.starts) > 1:
-            service.media.spend(upload.directory, clips.num_bytes)
+            service.media.spend(upload.path.parent.parent, clips.num_bytes)
         return clips
 
     def _chats(self, clips: Clips) -> Sequence[Chat]:
         if len(clips.starts) == 1:
             return [self.whole]
-        files = [clips.file(self.upload.folder, index) for index in range(len(clips.starts))]
+        files = [clips.file(self.upload.path.parent, index) for index in range(len(clips.starts))]
         return [
             chat_of(
                 chat_body(self.body, self.task, self.traits, file),
