@@ -16,6 +16,7 @@ from mindie_mm.processes import faults
 from mindie_mm.tokenize.prompt import Prompt
 from mindie_mm.tokenize.requests import TokenizeRequest
 from mindie_mm.worker.deltas import Delta
+from mindie_mm.worker.retry import PromptSource
 from service.request.admitted import DONE, SendEvent
 from service.request.chat_call import after_prompt, chat_call
 from service.request.incoming import Incoming, IncomingDep, Responder
@@ -112,11 +113,15 @@ class Chat(Responder):
     async def answer(self) -> ChatCompletion:
         """Return the chat completion."""
         async with self.call.prompts([self.parse()], field="messages") as (source,):
-            call = await after_prompt(self.call, source.prompt)
-            choices = await call.choices([source])
+            chat = replace(self, call=await after_prompt(self.call, source.prompt))
+            choices = await chat.call.choices([source])
         faults.point("answered")
-        counts = [self._count(call.message) for _ in choices]
-        if call.message.reasoning:
+        return await chat.completion(source.prompt, choices)
+
+    async def completion(self, prompt: Prompt, choices: Sequence[Choice]) -> ChatCompletion:
+        """Return the chat completion with the given choices."""
+        counts = [self._count() for _ in choices]
+        if self.call.message.reasoning:
             for choice, count in zip(choices, counts, strict=True):
                 async for token_ids in in_turns(choice.token_ids, 4):
                     count.push(token_ids)
@@ -126,11 +131,11 @@ class Chat(Responder):
             "created": self.created,
             "model": self.call.service.model_name,
             "system_fingerprint": self.call.service.fingerprint,
-            "choices": [await self._choice(choice, call.message) for choice in choices],
-            "usage": usage([source.prompt], choices, num_reasoning=_total(call.message, counts)),
+            "choices": [await self._choice(choice) for choice in choices],
+            "usage": usage([prompt], choices, num_reasoning=self._num_reasoning(counts)),
             **self.call.timings(choices),
-            **self._spans(source.prompt),
-            "prompt_token_ids": self._prompt_ids(source.prompt),
+            **self._spans(prompt),
+            "prompt_token_ids": self._prompt_ids(prompt),
             "prompt_logprobs": await self._prompt_logprobs(choices[0]),
         }
 
@@ -140,32 +145,36 @@ class Chat(Responder):
         The first chunk of a choice has the role, and the following chunks have the text. The last chunk of the answer
         has the usage and the timings, if the request asks for them.
         """
+        async with self.call.prompts([self.parse()], field="messages") as (source,):
+            chat = replace(self, call=await after_prompt(self.call, source.prompt))
+            await chat.send_choices(source, send)
+
+    async def send_choices(self, source: PromptSource, send: SendEvent) -> None:
+        """Send the chunks of the answer to a tokenized prompt."""
         choices = [Choice(index=index) for index in range(self.call.n)]
         buffers = [self._logprobs_buffer() for _ in choices]
-        async with self.call.prompts([self.parse()], field="messages") as (source,):
-            call = await after_prompt(self.call, source.prompt)
-            rules = call.message
-            streams = [_Stream(rules, self._count(rules)) for _ in choices]
-            spans = self._spans(source.prompt)
-            ids = self._prompt_ids(source.prompt)
-            prompted: Prompted = {} if ids is None else {"prompt_token_ids": ids}
+        rules = self.call.message
+        streams = [_Stream(rules, self._count()) for _ in choices]
+        spans = self._spans(source.prompt)
+        ids = self._prompt_ids(source.prompt)
+        prompted: Prompted = {} if ids is None else {"prompt_token_ids": ids}
 
-            async def add(index: int, delta: Delta) -> None:
-                nonlocal spans, prompted
-                first = not choices[index].texts
-                choices[index].add(delta)
-                if first:
-                    so_far = self._so_far(source.prompt, choices, streams, len(delta.token_ids))
-                    head = _part(index, rules.delta({"role": self.body.role, "content": ""}))
-                    send({**self._chunk([head]), **spans, **prompted, **so_far})
-                    spans, prompted = {}, {}  # only the first chunk of the answer has these fields
-                    if echoed := self.body.echoed:
-                        send({**self._chunk([_part(index, rules.delta({"content": echoed}))]), **so_far})
-                logprobs = await self._logprobs(delta, buffers[index]) if self.body.logprobs else None
-                for chunk in streams[index].chunks(index, delta, logprobs, self._tokened(delta)):
-                    send({**self._chunk([chunk]), **self._so_far(source.prompt, choices, streams)})
+        async def add(index: int, delta: Delta) -> None:
+            nonlocal spans, prompted
+            first = not choices[index].texts
+            choices[index].add(delta)
+            if first:
+                so_far = self._so_far(source.prompt, choices, streams, len(delta.token_ids))
+                head = _part(index, rules.delta({"role": self.body.role, "content": ""}))
+                send({**self._chunk([head]), **spans, **prompted, **so_far})
+                spans, prompted = {}, {}  # only the first chunk of the answer has these fields
+                if echoed := self.body.echoed:
+                    send({**self._chunk([_part(index, rules.delta({"content": echoed}))]), **so_far})
+            logprobs = await self._logprobs(delta, buffers[index]) if self.body.logprobs else None
+            for chunk in streams[index].chunks(index, delta, logprobs, self._tokened(delta)):
+                send({**self._chunk([chunk]), **self._so_far(source.prompt, choices, streams)})
 
-            await call.run([source], add)
+        await self.call.run([source], add)
         used: Used = {"usage": self._usage(source.prompt, choices, streams)} if self.body.include_usage else {}
         timed = self.call.timings(choices)
         if used or timed:
@@ -183,11 +192,14 @@ class Chat(Responder):
     def _usage(
         self, prompt: Prompt, choices: Sequence[Choice], streams: Sequence[_Stream], num_untold: int = 0
     ) -> Usage:
-        counts = [stream.count for stream in streams]
-        return usage([prompt], choices, num_untold, _total(streams[0].rules, counts))
+        return usage([prompt], choices, num_untold, self._num_reasoning([stream.count for stream in streams]))
 
-    def _count(self, rules: MessageRules) -> ReasoningCount:
-        return ReasoningCount(self.call.service.worker.tokenizer, rules, self.call.silent)
+    def _num_reasoning(self, counts: Sequence[ReasoningCount]) -> int | None:
+        """Return the number of reasoning tokens, or None if the checkpoint does not write reasoning."""
+        return sum(count.num_tokens for count in counts) if self.call.message.reasoning else None
+
+    def _count(self) -> ReasoningCount:
+        return ReasoningCount(self.call.service.worker.tokenizer, self.call.message, self.call.silent)
 
     def _spans(self, prompt: Prompt) -> Spanned:
         return {"media_spans": media_spans(prompt)} if self.body.media_spans else {}
@@ -202,19 +214,20 @@ class Chat(Responder):
             "choices": choices,
         }
 
-    async def _choice(self, choice: Choice, rules: MessageRules) -> ChatChoice:
+    async def _choice(self, choice: Choice) -> ChatChoice:
+        rules = self.call.message
         parts = MessageParts.of(choice, rules)
         return {
             "index": choice.index,
-            "message": self._message(parts, rules),
+            "message": self._message(parts),
             "logprobs": await self._logprobs(choice, self._logprobs_buffer()) if self.body.logprobs else None,
             "finish_reason": parts.finish_reason(choice.finish_reason, rules),
             "stop_reason": choice.stop_reason,
             "token_ids": choice.token_ids if self.body.return_token_ids else None,
         }
 
-    def _message(self, parts: MessageParts, rules: MessageRules) -> ChatMessage:
-        message = parts.message(rules)
+    def _message(self, parts: MessageParts) -> ChatMessage:
+        message = parts.message(self.call.message)
         message["role"] = self.body.role
         if echoed := self.body.echoed:
             message["content"] = echoed + (message["content"] or "")
@@ -283,11 +296,6 @@ class _Stream:
                 chunks[-1]["finish_reason"] = self._parts.finish_reason(delta.finish_reason, self.rules)
                 chunks[-1]["stop_reason"] = delta.stop_reason
         return chunks
-
-
-def _total(rules: MessageRules, counts: Sequence[ReasoningCount]) -> int | None:
-    """Return the number of reasoning tokens, or None if the checkpoint does not write reasoning."""
-    return sum(count.num_tokens for count in counts) if rules.reasoning else None
 
 
 def _part(index: int, delta: ChatDelta) -> ChatChunkChoice:
