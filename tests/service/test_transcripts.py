@@ -124,6 +124,7 @@ def test_clips_cover_the_speech_and_fit_the_window(lengths_s: tuple[float, ...])
             assert not samples[cut - SPEECH_RATE // 20 : cut + SPEECH_RATE // 20].any()
 
 
+@pytest.mark.slow
 def test_a_recognizer_gets_language_and_prompt_as_it_was_trained(tmp_path: Path, settings: dict[str, object]) -> None:
     (checkpoint := tmp_path / "asr").mkdir()
     Recognizer.write_checkpoint(checkpoint)

@@ -1,0 +1,88 @@
+"""Tests of the limits of uploads on time and on the spool, and of what a killed service leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx2
+import pytest
+
+from tests.service.conftest import KiB, MiB
+from tests.service.test_transcriptions import PATH, transcribe
+from tests.sound_samples import encode_sound, tone
+from tests.warm import running_service
+from tools.serving import RunningService
+
+TIMEOUT_S = 2.0
+HEAD = b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=edge\r\n" % PATH.encode()
+FILE = b'--edge\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\n\r\n'
+
+
+@pytest.fixture(scope="module")
+def limited(settings: dict[str, object], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
+    folder = tmp_path_factory.mktemp("limited")
+    limits = {"max_item_bytes": 3 * MiB, "max_media_bytes": 3 * MiB, "max_spool_bytes": 4 * MiB}
+    given = settings | limits | {"request_timeout_s": TIMEOUT_S, "spool": folder / "spool"}
+    with running_service(given, folder / "log") as running:
+        yield running
+        assert running.stop() == 0, (folder / "log").read_text()[-2000:]
+    assert list((folder / "spool").iterdir()) == []
+
+
+@contextlib.contextmanager
+def uploading(service: RunningService, num_bytes: int) -> Iterator[socket.socket]:
+    """Yield a connection on which the first bytes of a file have been sent, and have arrived in the spool."""
+    address = urlsplit(service.url)
+    with socket.create_connection((address.hostname, address.port), timeout=60) as sock:
+        sock.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % (3 * MiB) + FILE + bytes(num_bytes))
+        wait_for(lambda: any(file.stat().st_size >= num_bytes - 512 * KiB for file in files(service)))
+        yield sock
+
+
+def files(service: RunningService) -> list[Path]:
+    return [*service.log.with_name("spool").glob("*/audio/*")]
+
+
+def wait_for(condition: object) -> None:
+    deadline = time.monotonic() + 30
+    assert callable(condition)
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_an_upload_that_takes_too_long_is_408(limited: RunningService) -> None:
+    with uploading(limited, MiB) as sock:
+        assert sock.recv(4096).startswith(b"HTTP/1.1 408")
+    wait_for(lambda: not files(limited))
+
+
+def test_uploads_that_fill_the_spool_are_refused(limited: RunningService) -> None:
+    sound = encode_sound(tone(60), 16_000)
+    with uploading(limited, 5 * MiB // 2), httpx2.Client(base_url=limited.url, timeout=60) as http:
+        answer = transcribe(http, sound)
+        assert answer.status_code == 503
+        assert "the media of all requests in progress" in answer.json()["error"]["message"]
+        assert answer.headers["retry-after"]
+    wait_for(lambda: not files(limited))
+    with httpx2.Client(base_url=limited.url, timeout=60) as http:
+        answer = transcribe(http, sound)  # the decoded clips do not fit beside the file
+        assert (answer.status_code, "when it is decoded" in answer.json()["error"]["message"]) == (400, True)
+        assert transcribe(http, encode_sound(tone(20), 16_000)).status_code == 200
+    wait_for(lambda: not files(limited))
+
+
+@pytest.mark.slow
+def test_a_killed_service_leaves_what_the_next_start_removes(settings: dict[str, object], tmp_path: Path) -> None:
+    given = settings | {"spool": tmp_path / "spool"}
+    with running_service(given, tmp_path / "log") as service, uploading(service, 2 * MiB):
+        service.process.kill()
+        service.process.wait(60)
+    assert len([*(tmp_path / "spool").glob("*/audio/upload")]) == 1
+    with running_service(given, tmp_path / "log"):
+        assert list((tmp_path / "spool").iterdir()) == []
