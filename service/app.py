@@ -27,7 +27,7 @@ from mindie_mm.settings.environment import default_spool
 from mindie_mm.shm import arenas_of, collect, make_spool, require_spool
 from mindie_mm.shm.spool import require_locks
 from mindie_mm.worker.worker import Worker
-from service.audio.answer import TranscriptEvent, VerboseTranscript
+from service.audio.answer import TranscriptEvent
 from service.files.store import FileStore
 from service.http import errors, page
 from service.http.access import Access, OwnHost, is_loopback
@@ -74,7 +74,7 @@ _log = logging.getLogger(__name__)
 _ANY_PORT = ":*"
 _EVENTS = (
     *(ChatCompletionChunk, Completion, ResponseEvent, MessageEvent, InferEvent, GenerateEvent),
-    *(TranscriptEvent, VerboseTranscript),
+    TranscriptEvent,
 )
 
 

@@ -362,7 +362,7 @@ class ServiceConfig:
     """URL that receives OpenTelemetry spans of requests, such as http://localhost:4318/v1/traces. Requires the extra
     `otel`."""
     max_request_bytes: Count = 64 * MiB
-    """Maximum size of a request body."""
+    """Maximum size of a request body. For an uploaded file, max_item_bytes applies instead."""
     max_request_values: Count = 2**18
     """Maximum number of JSON values in a request body, estimated by counting brackets, braces and commas."""
     max_held_bytes: Count = 1 * GiB
@@ -371,7 +371,8 @@ class ServiceConfig:
     """Maximum number of log-probabilities of prompts and of the whole vocabulary in the answers of all requests in
     progress. Each takes about 500 bytes of memory. Further requests get status 429."""
     max_item_bytes: Count = 64 * MiB
-    """Maximum size of one encoded media item, such as a JPEG file. For base64, the size of the decoded file counts."""
+    """Maximum size of one encoded media item, such as a JPEG file or an upload. For base64, the size of the decoded
+    file counts."""
     max_media_bytes: Count = 256 * MiB
     """Maximum total size of the encoded media items of one request."""
     max_spool_bytes: Count = 2 * GiB

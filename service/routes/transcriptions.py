@@ -17,7 +17,7 @@ from mindie_mm.errors import InputError, blaming
 from mindie_mm.nn.speech import SpeechTraits
 from mindie_mm.processes.tasks import gather
 from mindie_mm.tokenize.clips import Clips
-from service.audio.answer import DELTA, Heard, Transcript, TranscriptEvent, answer, heard
+from service.audio.answer import DELTA, Heard, Transcript, TranscriptEvent, VerboseTranscript, answer, heard
 from service.audio.answer import DONE as LAST
 from service.audio.body import Task, TranscriptionBody
 from service.audio.chat import chat_body, naming_file
@@ -37,7 +37,8 @@ router = APIRouter()
 _AT_ONCE = 4
 """Maximum number of clips of one request that are transcribed at the same time."""
 _TYPES = {"text": "text/plain; charset=utf-8", "srt": "text/plain; charset=utf-8", "vtt": "text/vtt; charset=utf-8"}
-_RESPONSES = streamed(TranscriptEvent, whole=Transcript, last=DONE)
+_RESPONSES = streamed(TranscriptEvent, whole=Transcript | VerboseTranscript, last=DONE)
+_RESPONSES[200]["content"] |= {kind.partition(";")[0]: {"schema": {"type": "string"}} for kind in _TYPES.values()}
 _FORM = form_of(TranscriptionBody, "The speech, as any file that chats accept as audio.")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache, partial
 from threading import Lock
+from types import UnionType
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -26,12 +27,14 @@ def answered(kind: type) -> dict[int | str, dict[str, Any]]:
     return {200: {"model": kind}}
 
 
-def streamed(event: type, whole: type | None = None, last: str | None = None) -> dict[int | str, dict[str, Any]]:
+def streamed(
+    event: type, whole: type | UnionType | None = None, last: str | None = None
+) -> dict[int | str, dict[str, Any]]:
     """Return the `responses` of a route that streams events.
 
     Args:
         event: TypedDict of the events. An event may also be an ErrorBody.
-        whole: TypedDict of an answer that is not streamed, or None if the route always streams.
+        whole: TypedDict of an answer that is not streamed, a union of several, or None if the route always streams.
         last: Data of a special event that ends the stream, or None if there is no such event.
 
     """

@@ -17,6 +17,8 @@ ROUTES = {
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/embeddings",
+    "/v1/audio/transcriptions",
+    "/v1/audio/translations",
     "/rerank",
     "/v1/rerank",
     "/v2/rerank",

@@ -19,6 +19,7 @@ import pytest
 from mindie_mm.nn.speech import SpeechTraits
 from tests.media_samples import encode_video, encoded, moving_frames, photograph
 from tests.service.test_api_page import section
+from tests.service.test_openapi import described, require
 from tests.service.test_snippets import SERVED_AT, run
 from tests.sound_samples import encode_sound, encode_with_ffmpeg, speech, tone
 from tools.serving import RunningService
@@ -146,6 +147,17 @@ def test_a_stream_is_the_text_in_pieces(http: httpx2.Client, lengths_s: tuple[fl
     assert {delta["type"] for delta in deltas} == {"transcript.text.delta"}
     assert "".join(delta["delta"] for delta in deltas) == whole["text"]
     assert last == {"type": "transcript.text.done", **whole}
+
+
+def test_answers_and_events_match_the_schema(http: httpx2.Client) -> None:
+    content, sound = described(http, "post", PATH), encode_sound(tone(0.5), RATE)
+    whole = [transcribe(http, sound, response_format=form).json() for form in ("json", "verbose_json")]
+    require(http, content["application/json"]["schema"], whole)
+    data = content["text/event-stream"]["itemSchema"]["properties"]["data"]["anyOf"][1]
+    require(http, data["contentSchema"]["anyOf"][0], events(transcribe(http, sound, stream="true")))
+    assert {"text/plain", "text/vtt"} < content.keys()
+    form = http.get("/openapi.json").json()["paths"][PATH]["post"]["requestBody"]["content"]["multipart/form-data"]
+    assert {"file", "timestamp_granularities[]", "language"} < form["schema"]["properties"].keys()
 
 
 def test_openais_client_transcribes_and_translates(client: openai.OpenAI) -> None:

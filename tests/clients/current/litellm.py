@@ -17,6 +17,7 @@ from scenarios import (
     PICTURE,
     RED_SQUARE,
     SOUND,
+    SOUND_FILE,
     THREE,
     URL,
     WEATHER,
@@ -161,6 +162,15 @@ def rerank() -> None:
         f"hosted_vllm/{MODEL}", HELLO, [WHAT, HELLO], api_base=BASE_URL, api_key=KEY, return_documents=True
     )
     assert answer.results[0]["index"] == 1, "a text is most similar to itself"
+
+
+def transcription() -> None:
+    for provider in PROVIDERS:
+        with SOUND_FILE.open("rb") as file:
+            transcript = litellm.transcription(
+                model=f"{provider}/{MODEL}", file=file, language="en", api_base=BASE_URL, api_key=KEY
+            )
+        assert transcript.text
 
 
 report(globals())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, Literal
 
 import openai
@@ -17,6 +18,7 @@ from scenarios import (
     PICTURE,
     RED_SQUARE,
     SOUND,
+    SOUND_FILE,
     THREE,
     WEATHER,
     WHAT,
@@ -75,6 +77,41 @@ def completion() -> None:
     answer = CLIENT.completions.create(model=MODEL, prompt="Hello", max_tokens=4, temperature=0)
     stream = CLIENT.completions.create(model=MODEL, prompt="Hello", max_tokens=4, temperature=0, stream=True)
     assert "".join(chunk.choices[0].text for chunk in stream) == answer.choices[0].text
+
+
+def transcription() -> None:
+    with SOUND_FILE.open("rb") as file:
+        transcript = CLIENT.audio.transcriptions.create(model=MODEL, file=file, language="en", prompt=HOW_MANY)
+    assert transcript.text
+    assert transcript.usage.type == "tokens"
+    assert transcript.usage.total_tokens == transcript.usage.input_tokens + transcript.usage.output_tokens
+    with CLIENT.audio.transcriptions.create(
+        model=MODEL, file=SOUND_FILE, language="en", prompt=HOW_MANY, stream=True
+    ) as stream:
+        *deltas, last = stream
+    assert "".join(event.delta for event in deltas) == last.text == transcript.text
+    assert last.usage.total_tokens == transcript.usage.total_tokens
+
+
+def transcription_formats() -> None:
+    verbose = CLIENT.audio.transcriptions.create(model=MODEL, file=SOUND_FILE, response_format="verbose_json")
+    assert (verbose.segments[0].start, verbose.segments[-1].end) == (0, verbose.duration)
+    for name, separator in (("srt", ","), ("vtt", ".")):
+        subtitles = CLIENT.audio.transcriptions.create(model=MODEL, file=SOUND_FILE, response_format=name)
+        assert f"00:00:00{separator}000 --> " in subtitles
+        assert verbose.text in subtitles
+    message, words = "", {"response_format": "verbose_json", "timestamp_granularities": ["word"]}
+    try:
+        CLIENT.audio.transcriptions.create(model=MODEL, file=SOUND_FILE, **words)
+    except openai.BadRequestError as error:
+        message = error.message
+    assert "timestamp_granularities" in message
+
+
+def translation() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        assert CLIENT.audio.translations.create(model=MODEL, file=SOUND_FILE).text
 
 
 def picture() -> None:
