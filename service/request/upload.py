@@ -74,8 +74,9 @@ async def receive_upload(
         spend: Function that counts bytes before they are written. It may raise an error.
 
     Raises:
-        HTTPException: The file or the form is too long (status 413), or arrives too slowly (408).
-        InputError: The body is not a form with one file.
+        HTTPException: The body is not a form (status 415), the file or the form is too long (413), or arrives too
+            slowly (408).
+        InputError: The form is not valid, or does not have one file.
         SpoolFull: The file cannot be written.
         RequestAborted: The client closed the connection.
 
@@ -96,8 +97,10 @@ async def receive_upload(
 def _boundary(request: Request) -> bytes:
     kind, options = parse_options_header(request.headers.get("content-type"))
     boundary = options.get(b"boundary", b"")
-    if kind != b"multipart/form-data" or not boundary:
-        raise InputError("the body must be a form with a file: multipart/form-data with a boundary")
+    if kind.lower() != b"multipart/form-data":
+        raise HTTPException(415, "the body must be a form with a file: multipart/form-data")
+    if not boundary:
+        raise InputError("Content-Type has no boundary; let the HTTP client set this header")
     return boundary
 
 

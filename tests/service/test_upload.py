@@ -124,8 +124,7 @@ async def test_file_names_have_no_folders_and_no_control_characters(url: str, gi
 @pytest.mark.parametrize(
     ("body", "content_type", "message"),
     [
-        (b"{}", "application/json", "must be a form with a file"),
-        (FILE, "multipart/form-data", "must be a form with a file"),
+        (FILE, "multipart/form-data", "has no boundary"),
         (FILE, "multipart/form-data; boundary=" + "x" * 999, "form is not valid"),
         (b"--OTHER\r\n", BOUND, "form is not valid"),
         (b"", BOUND, "form is not complete"),
@@ -142,6 +141,11 @@ async def test_other_bodies_are_400(url: str, body: bytes, content_type: str, me
     answer = await raw(url, body, content_type)
     assert answer.status_code == 400
     assert message in answer.json()["error"]["message"]
+
+
+async def test_a_body_of_another_type_is_415(url: str) -> None:
+    answer = await raw(url, b"{}", "application/json")
+    assert (answer.status_code, "multipart/form-data" in answer.text) == (415, True)
 
 
 async def test_a_field_with_several_values_is_400_if_one_is_expected(url: str) -> None:
