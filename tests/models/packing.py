@@ -8,12 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bitsandbytes.functional import (
-    dequantize_4bit,
-    int8_vectorwise_dequant,
-    int8_vectorwise_quant,
-    quantize_4bit,
-)
 from safetensors.torch import load_file, save_file
 
 Weights = dict[str, torch.Tensor]
@@ -25,19 +19,21 @@ def pack(folder: Path, settings: Mapping[str, Any], is_packed: Callable[[str, to
     Returns:
         All weights as ordinary numbers. Quantized weights are returned as they are after rounding.
     """
+    from bitsandbytes import functional  # two seconds
+
     stored: Weights = {}
     plain: Weights = {}
     for name, weight in load_file(folder / "model.safetensors").items():
         if not is_packed(name, weight):
             plain[name] = stored[name] = weight
         elif settings.get("load_in_8bit"):
-            numbers, scales, _ = int8_vectorwise_quant(weight.half())
+            numbers, scales, _ = functional.int8_vectorwise_quant(weight.half())
             stored[name] = numbers
             stored[f"{name.removesuffix('weight')}SCB"] = scales
             stored[f"{name.removesuffix('weight')}weight_format"] = torch.tensor(0, dtype=torch.uint8)
-            plain[name] = int8_vectorwise_dequant(numbers, scales)
+            plain[name] = functional.int8_vectorwise_dequant(numbers, scales)
         else:
-            numbers, state = quantize_4bit(
+            numbers, state = functional.quantize_4bit(
                 weight,
                 compress_statistics=settings.get("bnb_4bit_use_double_quant", False),
                 quant_type=settings["bnb_4bit_quant_type"],
@@ -45,7 +41,7 @@ def pack(folder: Path, settings: Mapping[str, Any], is_packed: Callable[[str, to
             )
             stored[name] = numbers
             stored |= {f"{name}.{part}": value for part, value in state.as_dict(packed=True).items()}
-            plain[name] = dequantize_4bit(numbers, state)
+            plain[name] = functional.dequantize_4bit(numbers, state)
     save_file({name: weight.contiguous() for name, weight in stored.items()}, folder / "model.safetensors")
     file = folder / "config.json"
     config = json.loads(file.read_text()) | {"quantization_config": {"quant_method": "bitsandbytes", **settings}}

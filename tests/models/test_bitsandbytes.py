@@ -8,7 +8,6 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 import torch
-from bitsandbytes.nn import Linear4bit
 from safetensors.torch import load_file, save_file
 from transformers import BitsAndBytesConfig, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
@@ -93,6 +92,12 @@ def largest_difference(found, expected):
     return ((found - expected).abs().max() / expected.std()).item()
 
 
+def linear_4bit():
+    from bitsandbytes.nn import Linear4bit  # two seconds
+
+    return Linear4bit
+
+
 def layers(model, kind):
     return [name for name, layer in model.module.named_modules() if type(layer) is kind]
 
@@ -116,7 +121,7 @@ def tokenized(tmp_path):
 def test_logits_equal_those_of_the_dequantised_weights_alone_and_in_a_batch(family, settings, tmp_path, tokenized):
     packed, plain = pair(family, SETTINGS[settings], tmp_path)
     linears = layers(plain, torch.nn.Linear)
-    kind = Linear8bit if settings == "int8" else Linear4bit
+    kind = Linear8bit if settings == "int8" else linear_4bit()
     kept = {*layers(packed, torch.nn.Linear), *layers(packed, kind)}
     assert len(layers(packed, kind)) > 20
     assert kept.issuperset(linears)
@@ -140,8 +145,8 @@ def test_the_published_nf4_checkpoint_is_served(tmp_path, tokenized):
     packed, plain = pair("molmo", MOLMO_NF4, tmp_path, r"model\.transformer\.blocks\..*")
     names = [name for name in load_file(tmp_path / "packed" / "model.safetensors") if ".weight." in name]
     assert all(MOLMO_NF4_NAMES.fullmatch(name) for name in names)
-    assert len(layers(packed, Linear4bit)) == len(names) / 3 == 4 * 3
-    assert not [name for name in layers(packed, Linear4bit) if "blocks" not in name]
+    assert len(layers(packed, linear_4bit())) == len(names) / 3 == 4 * 3
+    assert not [name for name in layers(packed, linear_4bit()) if "blocks" not in name]
     for ids in tokenized(tmp_path / "packed"):
         # The quantized layers multiply in float16.
         assert largest_difference(packed.logits(ids), plain.logits(ids)) <= 0.05
@@ -177,9 +182,8 @@ def test_transformers_layers_of_any_size_stored_in_16_bits_are_served(bits, rand
 def test_layers_multiply_in_the_dtype_that_the_checkpoint_names(dtype, kernel, tmp_path, monkeypatch):
     monkeypatch.setenv("MINDIE_MM_KERNELS", f"{KERNELS},4bit={kernel}")
     packed, _ = pair("molmo", {**SETTINGS["nf4"], "bnb_4bit_compute_dtype": dtype}, tmp_path)
-    assert {layer.compute_dtype for layer in packed.module.modules() if type(layer) is Linear4bit} == {
-        getattr(torch, dtype)
-    }
+    kind = linear_4bit()
+    assert {layer.compute_dtype for layer in packed.module.modules() if type(layer) is kind} == {getattr(torch, dtype)}
     ids = torch.arange(10, 40)
     alone = packed.logits(ids)
     assert torch.isfinite(alone).all()

@@ -14,7 +14,6 @@ import msgspec
 import pytest
 import torch
 from PIL import Image
-from transformers import Trainer, TrainingArguments
 
 from mindie_mm.batch import Dataset
 from mindie_mm.errors import InputError
@@ -113,6 +112,8 @@ OPTIONS = {
 
 
 def of_transformers(folder: Path, rows: Rows, **given: Any) -> Any:
+    from transformers import Trainer, TrainingArguments  # a third of a second
+
     pytest.importorskip("accelerate")
     examples = [{"row": row} for row in range(len(rows.dataset))]
     return Trainer(args=TrainingArguments(str(folder), **OPTIONS), train_dataset=examples, **given)

@@ -44,9 +44,10 @@ def entry_points() -> Iterator[str]:
     for folder in FOLDERS:
         for path in (ROOT / folder).rglob("*.py"):
             parts = path.relative_to(ROOT).with_suffix("").parts
+            content = path.read_bytes()
             if path.name == "__main__.py":
                 yield ".".join(parts[:-1])
-            elif any(map(_is_main, ast.parse(path.read_bytes()).body)):
+            elif b"__main__" in content and any(map(_is_main, ast.parse(content).body)):
                 yield ".".join(parts[:-1] if path.name == "__init__.py" else parts)
 
 
