@@ -8,7 +8,7 @@
     |   |   `-- ContextLengthExceeded   prompt and max_tokens do not fit the model's context
     |   |-- TokenOutOfRange         a token id outside [0, vocabulary)
     |   |-- ModelNotFound           a request asks for a model that the service does not run
-    |   |-- NotStored               a request refers to a response or an item that the service does not store
+    |   |-- NotStored               a request refers to a response, an item, a file or a batch that is not stored
     |   `-- UnsupportedCheckpoint   no family supports this checkpoint, or its family does not support an option
     `-- OperationalError            a failure that is not the caller's mistake; the call may work later or elsewhere
         |-- BadReference            handle words that do not refer to data; one request fails
@@ -84,7 +84,7 @@ class ModelNotFound(InputError):
 
 
 class NotStored(InputError):
-    """A request refers to a response or an item that the service does not store."""
+    """A request refers to a response, an item, a file or a batch that the service does not store."""
 
 
 class UnsupportedCheckpoint(InputError):

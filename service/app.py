@@ -9,7 +9,8 @@ import re
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -28,6 +29,11 @@ from mindie_mm.shm import arenas_of, collect, make_spool, require_spool
 from mindie_mm.shm.spool import require_locks
 from mindie_mm.worker.worker import Worker
 from service.audio.answer import TranscriptEvent
+from service.batches.batches import Batches
+from service.batches.call import calling
+from service.batches.requests import Limits
+from service.batches.run import Means
+from service.batches.store import BatchStore
 from service.files.store import FileStore
 from service.http import errors, page
 from service.http.access import Access, OwnHost, is_loopback
@@ -48,6 +54,7 @@ from service.request.tokenizer_info import tokenizer_info
 from service.responses.answer import ResponseEvent
 from service.routes import (
     admin,
+    batches,
     chat,
     completions,
     embeddings,
@@ -76,6 +83,7 @@ _EVENTS = (
     *(ChatCompletionChunk, Completion, ResponseEvent, MessageEvent, InferEvent, GenerateEvent),
     TranscriptEvent,
 )
+_NO_TIMEOUT_S = 10.0**7
 
 
 def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = None, *, replica: str = "") -> FastAPI:
@@ -106,7 +114,7 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
         file_store = None if config.files_path is None else FileStore(config.files_path, config)
         spools = [spool] if file_store is None else [spool, file_store.uploads]
         async with reclaiming(spools, config.reclaim_interval_s):
-            app.state.service = Service(
+            service = Service(
                 worker=worker,
                 config=config,
                 model_names=model_names,
@@ -128,7 +136,13 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
                 created=int(time.time()),
                 replica=replica,
             )
-            yield
+            async with AsyncExitStack() as running:
+                if file_store is not None:
+                    runner = Batches(BatchStore(file_store, config.max_files_per_key), _means(service, tracer))
+                    service = replace(service, batch_runner=runner)
+                    await running.enter_async_context(runner.running(config.reclaim_interval_s))
+                app.state.service = service
+                yield
             await admission.stop(grace_s=0)
 
     app = FastAPI(
@@ -140,7 +154,7 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
     )
     add_front(app, config, clients, admission, metrics, tracer)
     modules = (
-        *(chat, completions, responses, messages, embeddings, rerank, files, transcriptions),
+        *(chat, completions, responses, messages, embeddings, rerank, files, batches, transcriptions),
         *(infer, generate, models, tokens, health, admin),
     )
     routes = (route for module in modules for route in module.router.routes if isinstance(route, APIRoute))
@@ -151,6 +165,39 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
         app.include_router(page.router)
     describe(app, _EVENTS, keys=config.has_keys)
     return app
+
+
+def _means(service: Service, tracer: Tracer | None) -> Means:
+    """Return what batches need. Their requests pass the same routes as others, without keys, and with their own limit.
+
+    They may take as long as their batch, because they yield to other requests.
+    """
+    config, files = service.config, service.files
+    admission = Admission(config.max_concurrent_batch_requests, _NO_TIMEOUT_S, config.max_held_logprobs)
+    app = FastAPI(openapi_url=None)
+    errors.install(app)
+    for module in (chat, completions, embeddings, responses):
+        app.include_router(module.router)
+    app.state.service = replace(service, admission=admission)
+    front = Middleware(
+        app,
+        config=config,
+        clients=service.clients,
+        admission=admission,
+        metrics=service.metrics,
+        tracer=tracer,
+    )
+    return Means(
+        files=files,
+        answer=calling(front),
+        is_ready=lambda: service.worker.engine.num_alive > 0 and not service.admission.stopping,
+        slots=asyncio.Semaphore(config.max_concurrent_batch_requests),
+        limits=Limits(
+            requests=config.max_batch_requests,
+            line_bytes=config.max_request_bytes,
+            output_bytes=config.max_file_bytes_per_key,
+        ),
+    )
 
 
 def add_front(

@@ -23,7 +23,6 @@ import msgspec
 from typing_extensions import TypedDict
 
 from mindie_mm.errors import LimitExceeded, NotStored
-from mindie_mm.processes import faults
 from mindie_mm.settings.config import ServiceConfig
 
 DAY_S = 24 * 3600
@@ -31,7 +30,7 @@ BATCH_FILES_S = 30 * DAY_S
 """Time in seconds after which files of batches are removed, as in OpenAI's API."""
 _FILE_ID = re.compile(r"file-[0-9a-f]{24}", re.ASCII)
 _MOVING_S = 60.0
-_EVERYBODY = "all"
+EVERYBODY = "all"
 """Name of the folder of all clients of a service without keys."""
 _MAX_SHOWN = 80
 
@@ -88,8 +87,8 @@ class Used:
 class FileStore:
     """The files of each API key.
 
-    Only requests with the same key reach a file, so each method takes the digest of the key, `owner`. A service without
-    keys has one set of files for all clients. Methods access the disk, so call them in a thread.
+    Only requests with the same key reach a file, so each method takes `owner`, the result of `owner_name` for the key.
+    A service without keys has one set of files for all clients. Methods access the disk, so call them in a thread.
     """
 
     def __init__(self, root: Path, config: ServiceConfig) -> None:
@@ -104,32 +103,32 @@ class FileStore:
         self._coming = Counter[str]()
         """Number of bytes of uploads in progress, by the name of the owner's folder."""
 
-    def owner_name(self, owner: bytes) -> str:
-        """Return the name of the folder of a key. It does not contain the key."""
-        return owner.hex() if self._has_keys else _EVERYBODY
+    def owner_name(self, digest: bytes) -> str:
+        """Return the name of the folder of the key with this digest."""
+        return digest.hex() if self._has_keys else EVERYBODY
 
     @contextmanager
-    def receiving(self, owner: bytes, used: Used) -> Iterator[Callable[[int], None]]:
+    def receiving(self, owner: str, used: Used) -> Iterator[Callable[[int], None]]:
         """Count the bytes of an upload. Yield the function that counts them, which raises LimitExceeded.
 
         `used` is what the key's files occupied when the upload began. Uploads in progress are added.
         """
-        name, received = self.owner_name(owner), 0
+        received = 0
 
         def spend(num_bytes: int) -> None:
             nonlocal received
             with self._lock:
-                self._require_bytes(used.num_bytes + self._coming[name] + num_bytes)
+                self._require_bytes(used.num_bytes + self._coming[owner] + num_bytes)
                 received += num_bytes
-                self._coming[name] += num_bytes
+                self._coming[owner] += num_bytes
 
         try:
             yield spend
         finally:
             with self._lock:
-                self._coming[name] -= received
+                self._coming[owner] -= received
 
-    def require_room(self, owner: bytes, num_files: int = 1) -> Used:
+    def require_room(self, owner: str, num_files: int = 1) -> Used:
         """Return what the key's files occupy. Raise LimitExceeded if the key may not have `num_files` more files."""
         self._remove_expired(owner)
         used = self.used(owner)
@@ -148,19 +147,28 @@ class FileStore:
                 "(--max-file-bytes-per-key). Delete files that are no longer needed"
             )
 
-    def used(self, owner: bytes) -> Used:
-        """Return what the key's files occupy."""
+    def used(self, owner: str) -> Used:
+        """Return what the key's files occupy, with the bytes of batches in progress."""
         sizes = []
         with suppress(FileNotFoundError), os.scandir(self._folder(owner)) as entries:
             for entry in entries:
                 with suppress(FileNotFoundError):
                     if _FILE_ID.fullmatch(entry.name):
                         sizes.append(entry.stat().st_size)
-        return Used(len(sizes), sum(sizes))
+        return Used(len(sizes), sum(sizes) + self._batch_bytes(owner))
+
+    def _batch_bytes(self, owner: str) -> int:
+        """Return the bytes of batches in progress that are not those of a file, too."""
+        num_bytes = 0
+        for path in (self.root / owner / "batches").glob("*/*.jsonl"):
+            with suppress(FileNotFoundError):
+                status = path.stat()
+                num_bytes += status.st_size if status.st_nlink == 1 else 0
+        return num_bytes
 
     def add(
         self,
-        owner: bytes,
+        owner: str,
         path: Path,
         *,
         filename: str,
@@ -176,7 +184,7 @@ class FileStore:
             return self.put(owner, file_id, path, filename=filename, purpose=purpose, expires_after_s=expires_after_s)
 
     def put(
-        self, owner: bytes, file_id: str, path: Path, *, filename: str, purpose: str, expires_after_s: int | None
+        self, owner: str, file_id: str, path: Path, *, filename: str, purpose: str, expires_after_s: int | None
     ) -> StoredFile:
         """Move the file at `path` into the store under an id. If a crash interrupted the same call, complete it."""
         content = self._folder(owner) / file_id
@@ -191,12 +199,11 @@ class FileStore:
             purpose=purpose,
         )
         replace_file(_description(content), msgspec.json.encode(stored))
-        faults.point("described")
         with suppress(FileNotFoundError):
             path.rename(content)
         return stored
 
-    def get(self, owner: bytes, file_id: str) -> StoredFile:
+    def get(self, owner: str, file_id: str) -> StoredFile:
         """Return a file. Raise NotStored if the key has no file with this id."""
         stored = _read(self._folder(owner) / f"{file_id}.json") if _FILE_ID.fullmatch(file_id) else None
         if stored is not None and _has_expired(stored):
@@ -206,37 +213,37 @@ class FileStore:
             raise NotStored(f"the file {file_id[:_MAX_SHOWN]!r} is not stored, was deleted, or has expired")
         return stored
 
-    def content(self, stored: StoredFile, owner: bytes) -> Path:
+    def content(self, stored: StoredFile, owner: str) -> Path:
         """Return the path of a file's content."""
         return self._folder(owner) / stored.id
 
-    def delete(self, owner: bytes, file_id: str) -> None:
+    def delete(self, owner: str, file_id: str) -> None:
         """Remove a file. Raise NotStored if the key has no file with this id."""
         self.get(owner, file_id)
         self._remove(owner, file_id)
 
-    def files(self, owner: bytes) -> list[StoredFile]:
+    def files(self, owner: str) -> list[StoredFile]:
         """Return the key's files, the oldest first."""
         self._remove_expired(owner)
         return sorted(self._all(owner), key=lambda stored: (stored.created, stored.id))
 
-    def _all(self, owner: bytes) -> list[StoredFile]:
+    def _all(self, owner: str) -> list[StoredFile]:
         found = map(_read, self._folder(owner).glob("file-*.json"))
         return [stored for stored in found if stored is not None]
 
-    def _remove_expired(self, owner: bytes) -> None:
+    def _remove_expired(self, owner: str) -> None:
         for path in self._folder(owner).glob("file-*.json"):
             stored = _read(path)
             if _has_expired(stored) if stored is not None else _is_left_over(path):
                 self._remove(owner, path.stem)
 
-    def _remove(self, owner: bytes, file_id: str) -> None:
+    def _remove(self, owner: str, file_id: str) -> None:
         content = self._folder(owner) / file_id
         content.unlink(missing_ok=True)
         _description(content).unlink(missing_ok=True)
 
-    def _folder(self, owner: bytes) -> Path:
-        return self.root / self.owner_name(owner) / "files"
+    def _folder(self, owner: str) -> Path:
+        return self.root / owner / "files"
 
 
 def replace_file(path: Path, content: bytes) -> None:

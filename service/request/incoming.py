@@ -11,7 +11,7 @@ import msgspec
 from fastapi import Depends, Request
 from starlette.responses import Response
 
-from mindie_mm.engine.requests.sampling_params import SamplingParams
+from mindie_mm.engine.requests.sampling_params import LEAST_URGENT, SamplingParams
 from mindie_mm.errors import InputError
 from mindie_mm.worker.beam_search import check_beams
 from service.http.access import key_digest
@@ -59,6 +59,13 @@ class Incoming:
     """See `Call.accepts_handles`."""
     hold: Callable[[int], None]
     """Function that counts bytes as if they were in the request's body. It raises HTTPException at a limit."""
+    of_batch: bool = False
+    """Whether the request belongs to a batch. It is then less urgent than all others."""
+
+    @property
+    def file_owner(self) -> str:
+        """Name of the API key in the store of files. Raise NotStored if the service stores no files."""
+        return self.service.files.owner_name(self.owner)
 
     def accept(self, body: Body) -> None:
         """Check the model and the fields of a request.
@@ -102,6 +109,8 @@ class Incoming:
             if structure is not None:
                 params = msgspec.structs.replace(params, structured_outputs=structure.wanted)
             self._require_order(params)
+            if self.of_batch:
+                params = msgspec.structs.replace(params, priority=LEAST_URGENT)
             params = worker.spelled(params.check(worker.engine.info.vocab_size))
             if length_penalty is not None:
                 check_beams(n, length_penalty, params.max_tokens, name="n")
@@ -158,14 +167,16 @@ class Incoming:
 
 async def _incoming(request: Request, service: ServiceDep) -> Incoming:
     state = request.state
+    of_batch: bytes | None = getattr(state, "batch_owner", None)
     return Incoming(
         service,
         state.request_id,
         Clock(state.arrived),
-        key_digest(request.headers),
+        key_digest(request.headers) if of_batch is None else of_batch,
         getattr(state, "client", None),
         accepts_handles=service.config.accept_handles and getattr(state, "unix_socket", False) is True,
         hold=state.hold_bytes,
+        of_batch=of_batch is not None,
     )
 
 

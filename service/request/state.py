@@ -13,6 +13,7 @@ from fastapi import Depends, Request
 from mindie_mm.errors import ModelNotFound, NotStored, ServiceStopping
 from mindie_mm.settings.config import ServiceConfig
 from mindie_mm.worker.worker import Worker
+from service.batches.batches import Batches
 from service.files.store import FileStore
 from service.http.clients import Clients
 from service.request.admission import Admission
@@ -73,6 +74,8 @@ class Service(Served):
     """Unix time at which the service started."""
     replica: str
     """Name of this worker among several, or "" if it is the only one."""
+    batch_runner: Batches | None = None
+    """Batches of clients, if the setting `files_path` is set."""
 
     async def check_healthy(self) -> None:
         """Raise ServiceStopping, ProcessDied or SpoolFull if the service cannot answer requests."""
@@ -101,6 +104,13 @@ class Service(Served):
         if self.file_store is None:
             raise NotStored("this service stores no files; start it with --files-path FOLDER")
         return self.file_store
+
+    @property
+    def batches(self) -> Batches:
+        """Batches of clients. Raise NotStored if the service stores no files."""
+        if self.batch_runner is None:
+            raise NotStored("this service runs no batches; start it with --files-path FOLDER")
+        return self.batch_runner
 
     @property
     def model_name(self) -> str:

@@ -49,7 +49,7 @@ async def _read(parts: Sequence[Part], where: str, incoming: Incoming) -> list[P
 
 
 async def _read_file(part: FilePart, file_id: str, incoming: Incoming) -> FilePart:
-    store, owner = incoming.service.files, incoming.owner
+    store, owner = incoming.service.files, incoming.file_owner
     stored = await in_thread(lambda: store.get(owner, file_id))
     incoming.hold(stored.bytes * 4 // 3)
     data = await in_thread(lambda: pybase64.b64encode(store.content(stored, owner).read_bytes()).decode())

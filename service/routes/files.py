@@ -73,7 +73,7 @@ async def upload(request: Request, incoming: IncomingDep) -> Response:
 
     A file with the purpose `batch` is removed after 30 days, unless `expires_after` says otherwise.
     """
-    store, owner, max_bytes = incoming.service.files, incoming.owner, incoming.service.config.max_file_bytes
+    store, owner, max_bytes = incoming.service.files, incoming.file_owner, incoming.service.config.max_file_bytes
     used = await in_thread(lambda: store.require_room(owner))
     with store.receiving(owner, used) as spend, room_to_spool(), request_directory(store.uploads) as directory:
         receiving = receive_upload(request, directory.path, max_bytes, setting="--max-file-bytes", spend=spend)
@@ -127,7 +127,7 @@ async def files(
 ) -> Response:
     """Return the files of the API key, page by page. The newest come first unless `order` is asc."""
     store = incoming.service.files
-    found = await in_thread(lambda: store.files(incoming.owner))
+    found = await in_thread(lambda: store.files(incoming.file_owner))
     listed = [stored.described() for stored in found if purpose in (None, stored.purpose)]
     if order == "desc":
         listed.reverse()
@@ -148,7 +148,7 @@ async def files(
 async def retrieve(file_id: str, incoming: IncomingDep) -> Response:
     """Return the description of a file."""
     store = incoming.service.files
-    stored = await in_thread(lambda: store.get(incoming.owner, file_id))
+    stored = await in_thread(lambda: store.get(incoming.file_owner, file_id))
     return JSONResponse(stored.described())
 
 
@@ -156,9 +156,9 @@ async def retrieve(file_id: str, incoming: IncomingDep) -> Response:
 async def content(file_id: str, incoming: IncomingDep) -> Response:
     """Return the content of a file. Browsers save it, and never show it as a page of this service."""
     store = incoming.service.files
-    stored = await in_thread(lambda: store.get(incoming.owner, file_id))
+    stored = await in_thread(lambda: store.get(incoming.file_owner, file_id))
     return FileResponse(
-        store.content(stored, incoming.owner),
+        store.content(stored, incoming.file_owner),
         media_type="application/octet-stream",
         filename=stored.filename,
         headers={"X-Content-Type-Options": "nosniff"},
@@ -169,5 +169,5 @@ async def content(file_id: str, incoming: IncomingDep) -> Response:
 async def delete(file_id: str, incoming: IncomingDep) -> Response:
     """Remove a file. A batch that has begun keeps its input."""
     store = incoming.service.files
-    await in_thread(lambda: store.delete(incoming.owner, file_id))
+    await in_thread(lambda: store.delete(incoming.file_owner, file_id))
     return JSONResponse(DeletedFile(id=file_id, object="file", deleted=True))

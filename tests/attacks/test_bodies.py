@@ -15,6 +15,7 @@ MOST = ServiceConfig().max_request_values
 MANY = MOST - 64
 HELLO = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 MESSAGE = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+BATCH = {"input_file_id": "file-0", "endpoint": "/v1/completions", "completion_window": "24h"}
 Make = Callable[[], dict[str, Any]]
 
 
@@ -69,6 +70,8 @@ def test_too_many_json_values_are_413(attacked: Attacked, path: str, values: str
         ("/v1/messages", lambda: MESSAGE | {"system": [1] * MANY}),
         ("/v1/messages", lambda: MESSAGE | {"tools": [1] * MANY}),
         ("/v1/messages", lambda: MESSAGE | {"stop_sequences": [1] * MANY}),
+        ("/v1/batches", lambda: BATCH | {"metadata": names()}),
+        ("/v1/batches", lambda: BATCH | {"input_file_id": [1] * MANY}),
         ("/v1/embeddings", lambda: {"input": [*[1] * MANY, "a"]}),
         ("/v1/embeddings", lambda: {"input": [*["a"] * MANY, 1]}),
         ("/v1/embeddings", lambda: {"input": ["a"] * MANY}),

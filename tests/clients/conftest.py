@@ -15,7 +15,8 @@ from tools.serving import RunningService
 @pytest.fixture(scope="session")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
     folder = tmp_path_factory.mktemp("service")
-    with running_service({"response_store_bytes": 2**24, "pooling": "last"}, folder / "log") as running:
+    given = {"response_store_bytes": 2**24, "pooling": "last", "files_path": folder / "files"}
+    with running_service(given, folder / "log") as running:
         yield running
         assert running.wait_until_free()["blocks"] == 0
         assert running.stop() == 0, (folder / "log").read_text()[-2000:]

@@ -115,6 +115,18 @@ def test_the_tokenize_example_is_reversible(http: Any) -> None:
     assert http.post("/detokenize", json={"tokens": ids}).json() == {"prompt": "What colour"}
 
 
+@pytest.mark.parametrize("title", ["/v1/files", "/v1/batches"])
+def test_the_examples_of_files_and_batches_run(
+    http: Any, title: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    source = section(title).partition("```python\n")[2].partition("```")[0]
+    names = run(source.replace("http://127.0.0.1:8000", str(http.base_url).rstrip("/")), {})
+    names["client"].close()
+    printed = capsys.readouterr().out
+    assert "A red circle." in printed if title == "/v1/files" else printed.startswith("completed {")
+
+
 def test_the_shared_memory_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("request").mkdir()

@@ -19,6 +19,8 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_BIASES = 1024
+LEAST_URGENT = 2**63 - 1
+"""Highest value of `priority`, whose requests come last."""
 MAX_SALT_CHARACTERS = 1024
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARACTERS = 256
@@ -236,7 +238,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("frequency_penalty", -2, 2),
     ("repetition_penalty", 0.01, 100),
     ("seed", -(2**63), 2**63 - 1),
-    ("priority", -(2**63), 2**63 - 1),
+    ("priority", -(2**63), LEAST_URGENT),
     ("logprobs", ALL_TOKENS, MAX_LOGPROBS),
     ("prompt_logprobs", ALL_TOKENS, MAX_LOGPROBS),
 )

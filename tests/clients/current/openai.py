@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import time
 import warnings
 from typing import Any, Literal
 
@@ -277,6 +279,36 @@ def response_stored() -> None:
     except openai.NotFoundError:
         return
     raise AssertionError("the response was deleted")
+
+
+def stored_files() -> None:
+    file = CLIENT.files.create(file=("note.txt", b"A red circle."), purpose="user_data")
+    assert CLIENT.files.retrieve(file.id).filename == "note.txt"
+    assert CLIENT.files.content(file.id).read() == b"A red circle."
+    assert file.id in [one.id for one in CLIENT.files.list(limit=1)]
+    parts: Any = [{"type": "input_text", "text": HELLO}, {"type": "input_file", "file_id": file.id}]
+    assert CLIENT.responses.create(**RESPONSE | {"input": [{"role": "user", "content": parts}]}).output_text
+    assert CLIENT.files.delete(file.id).deleted
+
+
+def batches() -> None:
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": CHAT}
+    file = CLIENT.files.create(file=("in.jsonl", json.dumps(line).encode()), purpose="batch")
+    batch = CLIENT.batches.create(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h", metadata={"of": "a client"}
+    )
+    while batch.status in {"validating", "in_progress", "finalizing"}:
+        time.sleep(0.1)
+        batch = CLIENT.batches.retrieve(batch.id)
+    assert (batch.status, batch.request_counts.completed, batch.metadata) == ("completed", 1, {"of": "a client"})
+    (answer,) = CLIENT.files.content(batch.output_file_id).text.splitlines()
+    assert json.loads(answer)["response"]["body"]["choices"][0]["message"]["content"] == HELLO_BACK
+    assert batch.id in [one.id for one in CLIENT.batches.list(limit=1)]
+    try:
+        CLIENT.batches.cancel(batch.id)
+    except openai.BadRequestError:
+        return
+    raise AssertionError("the batch has ended")
 
 
 report(globals())

@@ -20,6 +20,7 @@ from service.ray.worker_replica import WorkerReplica
 
 MiB = 2**20
 CHAT = json.dumps({"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}).encode()
+LONG = {"max_tokens": 100, "ignore_eos": True}
 SETTINGS = {"device": "cpu", "decoders": 1, "arena_bytes": 64 * MiB, "kv_cache_bytes": 64 * MiB}
 
 
@@ -85,3 +86,52 @@ async def test_a_request_that_crashes_the_engine_twice_is_marked_for_the_ingress
         assert not trigger.exists()
     finally:
         await replica.__del__()
+
+
+async def send(
+    replica: WorkerReplica, method: str, path: str, body: bytes = b"", kind: str = "application/json"
+) -> Any:
+    """Return status and body of an answer."""
+    headers = [(b"content-type", kind.encode())]
+    scope = {"type": "http", "method": method, "path": path, "query_string": b"", "headers": headers}
+    messages: list[Any] = []
+    async with aclosing(replica.answer(calling(scope), body, 1)) as batches:
+        async for batch in batches:
+            messages += pickle.loads(batch)
+    return messages[0]["status"], b"".join(message["body"] for message in messages[1:])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.filterwarnings("ignore:.*__del__:pytest.PytestUnraisableExceptionWarning")  # Python calls it, too
+async def test_every_replica_finds_all_files_and_batches_in_the_shared_folder(tmp_path: Path):
+    settings = SETTINGS | {"files_path": str(tmp_path / "files")}
+    first, second = (WorkerReplica.__new__(WorkerReplica) for _ in range(2))
+    replicas = []
+    try:
+        for replica in (first, second):
+            await replica.__init__(plan_of(settings))  # type: ignore[misc] # Ray Serve awaits it, too
+            replicas.append(replica)
+        line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": json.loads(CHAT) | LONG}
+        written = b"\n".join(json.dumps(line | {"custom_id": f"{index}"}).encode() for index in range(50))
+        form = b'--B\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+        form += b'--B\r\nContent-Disposition: form-data; name="file"\r\n\r\n' + written + b"\r\n--B--\r\n"
+        _, made = await send(first, "POST", "/v1/files", form, "multipart/form-data; boundary=B")
+        file_id = json.loads(made)["id"]
+        assert await send(second, "GET", f"/v1/files/{file_id}/content") == (200, written)
+        asked = {"input_file_id": file_id, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+        for cancels in (False, True):
+            _, made = await send(first, "POST", "/v1/batches", json.dumps(asked).encode())
+            path = f"/v1/batches/{json.loads(made)['id']}"
+            if cancels:
+                assert (await send(second, "POST", f"{path}/cancel"))[0] == 200
+            ends = {"completed", "cancelled"}
+            while (batch := json.loads((await send(second, "GET", path))[1]))["status"] not in ends:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            assert batch["request_counts"]["total"] == 50
+            assert batch["status"] == ("cancelled" if cancels else "completed")
+        status, _ = await send(first, "DELETE", f"/v1/files/{file_id}")
+        assert (status, (await send(second, "GET", f"/v1/files/{file_id}"))[0]) == (200, 404)
+    finally:
+        for replica in replicas:
+            await replica.__del__()

@@ -1,0 +1,240 @@
+"""Tests of runs of batches that are interrupted, on disk and without a model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindie_mm.errors import LimitExceeded
+from mindie_mm.settings.config import ServiceConfig
+from mindie_mm.shm import make_spool
+from service.batches import run
+from service.batches.batches import Batches
+from service.batches.record import Batch
+from service.batches.requests import Limits
+from service.batches.run import BatchRun, Means
+from service.batches.store import BatchFolder, BatchStore, new_id
+from service.files.store import FileStore
+
+URL = "/v1/completions"
+OWNER = "all"
+
+
+class Model:
+    """Answers each request with its body, and counts the answers by body."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.before: Callable[[str], Awaitable[int]] | None = None
+        """Function that returns the status of an answer."""
+
+    async def answer(self, endpoint: str, body: bytes, owner: str) -> tuple[int, str, bytes]:
+        assert (endpoint, owner) == (URL, OWNER)
+        self.asked.append(json.loads(body)["prompt"])
+        status = 200 if self.before is None else await self.before(self.asked[-1])
+        return status, "request", body
+
+
+class Place:
+    """A store with a model."""
+
+    def __init__(self, root: Path, output_bytes: int = 2**20, **settings: Any) -> None:
+        self.files = FileStore(root, ServiceConfig(**settings))
+        make_spool(self.files.uploads)
+        self.store = BatchStore(self.files, 3)
+        self.model = Model()
+        limits = Limits(requests=100, line_bytes=1000, output_bytes=output_bytes)
+        self.means = Means(self.files, self.model.answer, lambda: True, asyncio.Semaphore(2), limits)
+
+    def create(self, num_requests: int = 6, **fields: Any) -> BatchFolder:
+        path = self.files.root / "in"
+        lines = [
+            {"custom_id": f"{i}", "method": "POST", "url": URL, "body": {"prompt": f"{i}"}} for i in range(num_requests)
+        ]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        file = self.files.add(OWNER, path, filename="in", purpose="batch")
+        given = {"created": time.time(), "expires_at": 2**40, "metadata": None, "output_expires_after_s": 3600} | fields
+        batch = Batch(id=new_id(), endpoint=URL, input_file_id=file.id, completion_window="24h", **given)
+        return self.store.create(OWNER, batch)
+
+    async def run(self, folder: BatchFolder) -> Batch:
+        """Run a batch as a new process does."""
+        lock = folder.lock()
+        assert lock is not None
+        try:
+            batch = folder.read()
+            assert batch is not None
+            await BatchRun(folder, batch, self.means).run()
+        finally:
+            lock.close()
+        ended = folder.read()
+        assert ended is not None
+        return ended
+
+    def lines(self, file_id: str | None) -> list[dict[str, Any]]:
+        if file_id is None:
+            return []
+        path = self.files.content(self.files.get(OWNER, file_id), OWNER)
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path / "files")
+
+
+def ids(lines: list[dict[str, Any]]) -> list[str]:
+    return sorted(line["custom_id"] for line in lines)
+
+
+@contextmanager
+def full_disk(num_bytes: int) -> Iterator[None]:
+    """Let files grow to `num_bytes` bytes only."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+async def test_a_full_disk_interrupts_a_batch_and_costs_no_line(place: Place) -> None:
+    folder = place.create(30)
+    with full_disk(2000), pytest.raises(OSError, match="too large"):
+        await place.run(folder)
+    written = folder.output.read_bytes()
+    assert 0 < len(written) <= 2000
+    assert written.endswith(b"\n")
+    kept = {json.loads(line)["custom_id"] for line in written.splitlines()}
+    place.model.asked.clear()
+    batch = await place.run(folder)
+    assert (batch.status, batch.total, batch.completed, batch.failed) == ("completed", 30, 30, 0)
+    assert ids(place.lines(batch.output_file_id)) == sorted(f"{i}" for i in range(30))
+    assert kept.isdisjoint(place.model.asked)
+    assert place.means.slots._value == 2
+
+
+async def test_an_expiry_that_is_interrupted_writes_each_line_once(place: Place) -> None:
+    """A later process writes the rest of the lines, and does not answer again."""
+    folder = place.create(30, expires_at=0)
+    with full_disk(1000), pytest.raises(OSError, match="too large"):
+        await place.run(folder)
+    place.model.asked.clear()
+    batch = await place.run(folder)
+    assert (batch.status, batch.total, batch.completed + batch.failed) == ("expired", 30, 30)
+    lines = [*place.lines(batch.output_file_id), *place.lines(batch.error_file_id)]
+    assert ids(lines) == sorted(f"{i}" for i in range(30))
+    assert not place.model.asked
+
+
+@pytest.mark.parametrize("step", ["first", "second", "last"])
+async def test_an_interrupted_end_is_completed_with_the_same_files(
+    place: Place, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """The process dies before, between or after the two files of the output are stored."""
+
+    async def some_fail(prompt: str) -> int:
+        return 400 if prompt == "3" else 200
+
+    place.model.before = some_fail
+    folder = place.create()
+    put, calls = FileStore.put, 0
+
+    def failing(*args: Any, **fields: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == {"first": 1, "second": 2}.get(step):
+            raise KeyboardInterrupt
+        return put(*args, **fields)
+
+    def dying(_: BatchFolder) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FileStore, "put", failing)
+        if step == "last":
+            patched.setattr(BatchFolder, "end", dying)
+        with pytest.raises(KeyboardInterrupt):
+            await place.run(folder)
+    early = folder.read()
+    assert early is not None
+    batch = await place.run(folder) if not early.has_ended else early
+    assert (batch.output_file_id, batch.error_file_id) == (early.output_file_id, early.error_file_id)
+    assert ids(place.lines(batch.output_file_id)) == ["0", "1", "2", "4", "5"]
+    assert ids(place.lines(batch.error_file_id)) == ["3"]
+    assert [*place.store.unfinished()] == []
+    assert {path.name for path in folder.path.iterdir()} == {"batch.json", "lock"}
+    assert len(place.model.asked) == 6
+
+
+async def test_requests_that_fail_because_of_the_service_are_repeated(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "_RETRIES_S", (0.0, 0.0))
+
+    async def status(prompt: str) -> int:
+        return {"0": 400, "1": 503}.get(prompt, 200 if place.model.asked.count(prompt) > 1 else 429)
+
+    place.model.before = status
+    batch = await place.run(place.create(3))
+    assert {prompt: place.model.asked.count(prompt) for prompt in "012"} == {"0": 1, "1": 3, "2": 2}
+    assert (batch.completed, batch.failed) == (1, 2)
+
+
+async def test_one_process_runs_a_batch_at_a_time(place: Place) -> None:
+    folder, gate = place.create(), asyncio.Event()
+
+    async def waiting(_: str) -> int:
+        await gate.wait()
+        return 200
+
+    place.model.before = waiting
+    other = Batches(place.store, place.means)
+    async with Batches(place.store, place.means).running(3600), asyncio.timeout(60):
+        while len(place.model.asked) < 2:  # noqa: ASYNC110 - the limit on requests in progress
+            await asyncio.sleep(0.01)
+        async with other.running(0.01):
+            await asyncio.sleep(0.1)
+            assert len(place.model.asked) == 2
+            gate.set()
+            while (batch := folder.read()) is None or not batch.has_ended:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    assert sorted(place.model.asked) == ["0", "1", "2", "3", "4", "5"]
+    assert batch.completed == 6
+
+
+async def test_the_oldest_batches_that_have_ended_make_room(place: Place) -> None:
+    folders = [place.create(1) for _ in range(3)]
+    with pytest.raises(LimitExceeded, match="3 batches in progress"):
+        place.create(1)
+    await place.run(folders[1])
+    place.create(1)
+    assert [folder.read() is None for folder in folders] == [False, True, False]
+
+
+async def test_answers_above_the_limit_become_errors(tmp_path: Path) -> None:
+    place = Place(tmp_path / "files", output_bytes=1000)
+    batch = await place.run(place.create(30))
+    assert (batch.status, batch.completed + batch.failed) == ("completed", 30)
+    lines = place.lines(batch.error_file_id)
+    assert {line["error"]["code"] for line in lines} == {"output_too_large"}
+    assert len(lines) == batch.failed > 20
+
+
+def test_batches_in_progress_count_toward_the_quota(place: Place) -> None:
+    """The input is a link to its file, and counts once. It still counts if the client deletes the file."""
+    folder = place.create(30)
+    used = place.files.used(OWNER)
+    assert used.num_bytes == folder.input.stat().st_size
+    place.files.delete(OWNER, place.files.files(OWNER)[0].id)
+    assert place.files.used(OWNER).num_bytes == used.num_bytes
+    folder.output.write_bytes(bytes(1000))
+    assert place.files.used(OWNER).num_bytes == used.num_bytes + 1000
