@@ -210,13 +210,22 @@ def _detail(detail: Mapping[str, Any]) -> str:
 
 async def _on_http_error(paths: Collection[str], request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    text = str(error.detail)
+    text, headers = str(error.detail), error.headers
+    if error.status_code == 405:
+        headers = {**(headers or {}), "Allow": _allowed(request, error)}
     if error.status_code in (404, 405):
         text = _no_route(request, error, paths)
     elif error.status_code == 400 and "parsing the body" in text:  # FastAPI's message if the JSON decoder gives up
         text = "the body is not valid JSON or is nested too deeply"
     await note_reason(request, text)
-    return JSONResponse(error_body(text, error.status_code), status_code=error.status_code, headers=error.headers)
+    return JSONResponse(error_body(text, error.status_code), status_code=error.status_code, headers=headers)
+
+
+def _allowed(request: Request, error: HTTPException) -> str:
+    """Return the methods of a path. The error names only those of the first route with this path."""
+    path = getattr(request.scope.get("route"), "path", None)
+    described = request.app.openapi()["paths"].get(path, {}) if request.app.openapi_url else {}
+    return ", ".join(sorted(map(str.upper, described))) or (error.headers or {}).get("Allow", "")
 
 
 def _no_route(request: Request, error: HTTPException, paths: Collection[str]) -> str:
@@ -224,7 +233,7 @@ def _no_route(request: Request, error: HTTPException, paths: Collection[str]) ->
     path = request.scope["path"]
     shown = path if len(path) <= _MAX_PATH else f"{path[:_MAX_PATH]}..."
     if error.status_code == 405:
-        methods = (error.headers or {}).get("Allow", "another method")
+        methods = _allowed(request, error).replace(", ", " or ") or "another method"
         return f"{shown} does not accept {request.method}; use {methods}"
     for start, advice in _ELSEWHERE.items():
         if path.startswith(start):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from typing_extensions import TypedDict
+
+from service.http import errors
 
 _PATHS = ("/messages", "/messages/count_tokens")
 _KINDS = {
@@ -25,15 +28,36 @@ _KINDS = {
 below."""
 
 
+class MessageErrorObject(TypedDict):
+    """Description of an error in Anthropic's format."""
+
+    type: str
+    message: str
+
+
+class MessageError(TypedDict):
+    """The body of an error in Anthropic's format."""
+
+    type: Literal["error"]
+    error: MessageErrorObject
+    request_id: str | None
+
+
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    status: {**response, "model": MessageError} for status, response in errors.RESPONSES.items()
+}
+"""Error responses of the routes of the Messages API, for /openapi.json."""
+
+
 def is_messages(path: str) -> bool:
     """Return whether `path`, which may begin with the setting `root_path`, belongs to the Messages API."""
     return path.endswith(_PATHS)
 
 
-def error_event(body: Mapping[str, Any], status: int, request_id: str | None = None) -> dict[str, Any]:
+def error_event(body: Mapping[str, Any], status: int, request_id: str | None = None) -> MessageError:
     """Return Anthropic's error object for the body of an error in OpenAI's format."""
     kind = _KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    error = {"type": kind, "message": body["error"]["message"]}
+    error: MessageErrorObject = {"type": kind, "message": body["error"]["message"]}
     return {"type": "error", "error": error, "request_id": request_id}
 
 

@@ -12,7 +12,7 @@ from service.http.errors import error_object, status_of
 from service.messages.answer import Message, MessageEvent, MessageEvents, TokenCount, message
 from service.messages.body import MessagesBody, PromptBody
 from service.messages.chat import chat_body, prompt_fields, translated
-from service.messages.front import error_event
+from service.messages.front import RESPONSES, error_event
 from service.request.admitted import SendEvent, WholeAnswer
 from service.request.incoming import IncomingDep, Responder
 from service.request.translated import Translated
@@ -21,7 +21,7 @@ from service.routes.tokens import TokenizeBody, tokenizing
 from service.schemas.body import pass_over_fields
 from service.schemas.description import answered, streamed
 
-router = APIRouter()
+router = APIRouter(responses=RESPONSES)
 
 _PREFIX = "msg_"
 

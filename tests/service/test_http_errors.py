@@ -399,6 +399,13 @@ def test_paths_are_accepted_without_their_version(http: Any) -> None:
     assert http.get("/models").json() == http.get("/v1/models").json()
 
 
+@pytest.mark.parametrize(("path", "methods"), [("/v1/files", "GET, POST"), ("/v1/files/a", "DELETE, GET")])
+def test_a_refused_method_names_all_methods_of_the_path(http: Any, path: str, methods: str) -> None:
+    answer = http.put(path, json={})
+    assert answer.headers["allow"] == methods
+    assert methods.replace(", ", " or ") in check(answer, 405)["message"]
+
+
 def test_unknown_routes_are_404_and_unknown_methods_405(http: Any) -> None:
     check(http.get("/v1/nothing"), 404)
     nearest = check(http.post("/chat/completion", json={}), 404)["message"]
