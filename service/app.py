@@ -157,8 +157,7 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
         *(chat, completions, responses, messages, embeddings, rerank, files, batches, transcriptions),
         *(infer, generate, models, tokens, health, admin),
     )
-    routes = (route for module in modules for route in module.router.routes if isinstance(route, APIRoute))
-    errors.install(app, [route.path for route in routes if "{" not in route.path])
+    errors.install(app, (route for one in modules for route in one.router.routes if isinstance(route, APIRoute)))
     for module in modules:
         app.include_router(module.router, responses=errors.RESPONSES)
     if config.web_page:

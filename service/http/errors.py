@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Route
 
 from mindie_mm import errors
 from service.http.json_response import JSONResponse
@@ -145,14 +146,18 @@ def error_body(message: str, status: int, param: str | None = None) -> dict[str,
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
-def install(app: FastAPI, paths: Collection[str] = ()) -> None:
+def install(app: FastAPI, routes: Iterable[Route] = ()) -> None:
     """Install exception handlers that answer every error with an error object.
 
-    If a request's path does not exist, the message names the nearest of `paths`.
+    If the path of a request does not exist, the message names the nearest path of `routes`. If its method does not
+    exist, the message names those of the path.
     """
+    methods: dict[str, set[str]] = {}
+    for route in routes:
+        methods.setdefault(route.path, set()).update(route.methods or ())
     app.add_exception_handler(errors.MindieMMError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_invalid_body)
-    app.add_exception_handler(HTTPException, partial(_on_http_error, paths))
+    app.add_exception_handler(HTTPException, partial(_on_http_error, methods))
 
 
 def error_response(error: Exception) -> Response:
@@ -208,36 +213,35 @@ def _detail(detail: Mapping[str, Any]) -> str:
     return f"{message}, not {json.dumps(value)}" if short else message
 
 
-async def _on_http_error(paths: Collection[str], request: Request, error: Exception) -> Response:
+async def _on_http_error(methods: Mapping[str, Collection[str]], request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     text, headers = str(error.detail), error.headers
     if error.status_code == 405:
-        headers = {**(headers or {}), "Allow": _allowed(request, error)}
+        headers = {**(headers or {}), "Allow": _allowed(request, error, methods)}
     if error.status_code in (404, 405):
-        text = _no_route(request, error, paths)
+        text = _no_route(request, error, methods)
     elif error.status_code == 400 and "parsing the body" in text:  # FastAPI's message if the JSON decoder gives up
         text = "the body is not valid JSON or is nested too deeply"
     await note_reason(request, text)
     return JSONResponse(error_body(text, error.status_code), status_code=error.status_code, headers=headers)
 
 
-def _allowed(request: Request, error: HTTPException) -> str:
+def _allowed(request: Request, error: HTTPException, methods: Mapping[str, Collection[str]]) -> str:
     """Return the methods of a path. The error names only those of the first route with this path."""
-    path = getattr(request.scope.get("route"), "path", None)
-    described = request.app.openapi()["paths"].get(path, {}) if request.app.openapi_url else {}
-    return ", ".join(sorted(map(str.upper, described))) or (error.headers or {}).get("Allow", "")
+    path = getattr(request.scope.get("route"), "path", "")
+    return ", ".join(sorted(methods.get(path, ()))) or (error.headers or {}).get("Allow", "")
 
 
-def _no_route(request: Request, error: HTTPException, paths: Collection[str]) -> str:
-    """Return the message for a path or method that no route has. It names the nearest of `paths`."""
+def _no_route(request: Request, error: HTTPException, methods: Mapping[str, Collection[str]]) -> str:
+    """Return the message for a path or method that no route has. It names the nearest path without parameters."""
     path = request.scope["path"]
     shown = path if len(path) <= _MAX_PATH else f"{path[:_MAX_PATH]}..."
     if error.status_code == 405:
-        methods = _allowed(request, error).replace(", ", " or ") or "another method"
-        return f"{shown} does not accept {request.method}; use {methods}"
+        allowed = _allowed(request, error, methods).replace(", ", " or ") or "another method"
+        return f"{shown} does not accept {request.method}; use {allowed}"
     for start, advice in _ELSEWHERE.items():
         if path.startswith(start):
             return f"there is no path {shown}; {advice}"
-    near = difflib.get_close_matches(path[: 2 * _MAX_PATH], paths, n=1)
+    near = difflib.get_close_matches(path[: 2 * _MAX_PATH], [known for known in methods if "{" not in known], n=1)
     advice = f"did you mean {near[0]}?" if near else "/openapi.json lists the paths"
     return f"there is no path {shown}; {advice}"
