@@ -6,8 +6,9 @@ A device may replace the layer by its own (`Device.quantized_linear`).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -99,6 +100,19 @@ class QuantizedWeight:
         sums = own.bias + own.offset * self.values.sum(1)
         return sums.where(sums.abs() > _ROUNDING, 0) * own.product_scales
 
+    def without_zeros(self) -> QuantizedWeight:
+        """Return the same weight without zero points if its values minus the zero points fit into int8."""
+        if self.zeros is None:
+            return self
+        groups = self.scales.shape[1]
+        shifted = self.values - (
+            self.zeros.repeat_interleave(self.shape[1] // groups, 1)
+            if self.group_of is None
+            else self.zeros[:, self.group_of]
+        )
+        values = shifted.to(torch.int8)
+        return replace(self, values=values, zeros=None) if torch.equal(values.float(), shifted) else self
+
     def to(self, device: torch.device) -> QuantizedWeight:
         """Return the weight on `device`."""
         own = self.static_input
@@ -115,11 +129,13 @@ class QuantizedLinear(nn.Module):
     block: ClassVar[int] = 2**26
     """Maximum number of values of the weight that are dequantized at a time. It limits the memory."""
 
-    def __init__(self, weight: QuantizedWeight, bias: nn.Parameter | None) -> None:
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
         """Create the layer with tensors that are on its device."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.bias = bias
+        self.multiply: Callable[[Tensor, Tensor], Tensor] = linear
+        """Function that multiplies rows by a weight of the same dtype."""
         self.rounds_input = weight.rounds_input
         for name in ("values", "scales", "zeros", "group_of"):
             self.register_buffer(name, getattr(weight, name), persistent=False)
@@ -136,6 +152,42 @@ class QuantizedLinear(nn.Module):
     product_scales: Tensor | None
     sum_bias: Tensor | None
 
+    @classmethod
+    def joined(cls, layers: Sequence[QuantizedLinear]) -> Self:
+        """Return one layer whose output is the concatenated output of `layers`, which have the same input.
+
+        Raises:
+            ValueError: The layers round their input differently, or have different groups of inputs.
+
+        """
+        first = layers[0]
+        if any(layer.treatment() != first.treatment() for layer in layers) or first.group_of is not None:
+            raise ValueError("the layers differ in the rounding or the groups of their inputs")
+
+        def together(name: str) -> Tensor:
+            return torch.cat([getattr(layer, name) for layer in layers])
+
+        static = None
+        if first.input_scale is not None:
+            static = StaticInput(
+                first.input_scale, first.input_offset, together("product_scales"), together("sum_bias"), has_bias=False
+            )
+        zeros = None if first.zeros is None else together("zeros")
+        weight = QuantizedWeight(together("values"), together("scales"), zeros, None, first.rounds_input, static)
+        biases = [layer.scales.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers]
+        return cls(weight, torch.cat(biases) if any(layer.bias is not None for layer in layers) else None)
+
+    def treatment(self) -> tuple[object, ...]:
+        """Return the properties in which joined layers must agree."""
+        return (
+            self.rounds_input,
+            self.input_scale,
+            self.input_offset,
+            self.scales.shape[1],
+            self.zeros is None,
+            self.group_of is None,
+        )
+
     @property
     def weight(self) -> Tensor:
         """The dequantized weight, float32 [outputs, inputs], for code that reads the weight of a linear layer."""
@@ -144,12 +196,12 @@ class QuantizedLinear(nn.Module):
     def forward(self, rows: Tensor) -> Tensor:
         """Map [..., inputs] of any float dtype to [..., outputs]."""
         flat = rows.reshape(-1, self.in_features)
-        out = self.product(flat).to(rows.dtype) if self.rounds_input else self._plain_product(flat)
+        out = self.product(flat).to(rows.dtype) if self.rounds_input else self.plain_product(flat)
         if self.bias is not None:
             out = out + self.bias
         return out.view(*rows.shape[:-1], self.out_features)
 
-    def _plain_product(self, rows: Tensor) -> Tensor:
+    def plain_product(self, rows: Tensor) -> Tensor:
         """Return the product of rows that are not rounded with the weight, without the layer's bias."""
         size = max(self.block // self.in_features, 1)
         parts = []
@@ -157,7 +209,7 @@ class QuantizedLinear(nn.Module):
             block = slice(start, start + size)
             zeros = None if self.zeros is None else self.zeros[block]
             weight = _dequantized(self.values[block], self.scales[block], zeros, self.group_of)
-            parts.append(linear(rows, weight.to(rows.dtype)))
+            parts.append(self.multiply(rows, weight.to(rows.dtype)))
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def product(self, rows: Tensor) -> Tensor:

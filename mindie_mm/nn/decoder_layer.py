@@ -8,14 +8,15 @@ experts. `fuse` replaces such a layer after a trial has shown that the replaceme
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from mindie_mm.device import Kernels, kernels_of
+from mindie_mm.device import Kernels, QuantizedLinear, kernels_of
 from mindie_mm.device.cpu.decode_step import NotCompiled, StepLayer
 from mindie_mm.nn import attention
 from mindie_mm.nn.angles import Angles
@@ -37,6 +38,7 @@ _LATE_NORMS = ("query_layernorm", "key_layernorm")
 _MLP = frozenset({"gate_proj", "up_proj", "down_proj"})
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-2, torch.bfloat16: 5e-2}
 """Largest accepted difference of a trial, by dtype."""
+_CPU_DTYPES = (torch.float32, torch.bfloat16)
 _TRANSPOSED = "transposed"
 """Attribute of a plain linear layer, a view of its weight. `F.linear` would create the view with three operators.
 
@@ -75,22 +77,22 @@ class DecoderLayer(nn.Module, ABC):
         super().__init__()
         own, mlp = layer.self_attn, layer.mlp
         self.head_dim: int = own.head_dim
-        self.num_heads = len(own.q_proj.weight) // self.head_dim
-        self.num_kv_heads = len(own.k_proj.weight) // self.head_dim
+        self.num_heads = _shape(own.q_proj)[0] // self.head_dim
+        self.num_kv_heads = _shape(own.k_proj)[0] // self.head_dim
         self.call = call
         self.norms_late = hasattr(own, _LATE_NORMS[0])
         """Whether the norms of the queries and keys of each head follow the rotation."""
         self.attention_type = getattr(layer, "attention_type", None)  # the text models of some families read this
         self.norm = _norm(layer.input_layernorm)
         self.qkv = _joined(own.q_proj, own.k_proj, own.v_proj)
-        self.output: nn.Linear = own.o_proj
+        self.output: nn.Module = own.o_proj
         self.mlp_norm = _norm(layer.post_attention_layernorm)
         self.mixture: nn.Module | None = mlp if _is_mixture(mlp) else None
         """A mixture of experts in place of the gated MLP of the next attributes."""
         if self.mixture is None:
             self.gate_up = _joined(mlp.gate_proj, mlp.up_proj)
             self.activation: Callable[[Tensor], Tensor] = mlp.act_fn
-            self.down: nn.Linear = mlp.down_proj
+            self.down: nn.Module = mlp.down_proj
 
     @abstractmethod
     def run(
@@ -151,7 +153,8 @@ class FewOperatorLayer(DecoderLayer):
     def __init__(self, layer: Any, call: _Call, *, scales_angles: bool) -> None:
         super().__init__(layer, call)
         for linear in (self.qkv, self.output, *((self.gate_up, self.down) if self.mixture is None else ())):
-            setattr(linear, _TRANSPOSED, linear.weight.detach().t())
+            if type(linear) is nn.Linear:
+                setattr(linear, _TRANSPOSED, linear.weight.detach().t())
         self.num_rotated = self.num_heads + self.num_kv_heads
         self.head_norm: FewOperatorNorm | None = None
         """Norm of the queries and keys of each head."""
@@ -219,12 +222,12 @@ class FusedOperatorLayer(DecoderLayer):
 
     def __init__(self, layer: Any, call: _Call, *, scales_angles: bool) -> None:
         super().__init__(layer, call)
-        self.kernels = kernels_of(self.qkv.weight.device)
+        self.kernels = kernels_of(layer.self_attn.q_proj.weight.device)
         self.widths = [count * self.head_dim for count in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
         self.head_norms = [_norm(norm) for norm in _head_norms(layer)]
         # Fused operators require cosines in [-1, 1], but YaRN scales cosines.
         self.rotate = (Kernels() if scales_angles else self.kernels).rotate
-        self.is_swiglu = self.mixture is None and is_silu(self.activation, self.qkv.weight)
+        self.is_swiglu = self.mixture is None and is_silu(self.activation, layer.self_attn.q_proj.weight)
 
     def angles(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         return cos[0], sin[0]
@@ -255,8 +258,8 @@ class FusedOperatorLayer(DecoderLayer):
 def fuse(module: nn.Module) -> int:
     """Replace the layers of `module` that `DecoderLayer` can replace. Return their number.
 
-    Layers are replaced if they use `attention.attend` and have plain weights, in float32 or bfloat16 on the CPU, or in
-    any of `TOLERANCES` on a device with fused operators.
+    Layers are replaced if they use `attention.attend` and compute in float32 or bfloat16 on the CPU, or with plain
+    weights in any of `TOLERANCES` on a device with fused operators.
     """
     from transformers import AttentionInterface  # imported late: takes seconds, and not every process has a model
 
@@ -283,9 +286,10 @@ def fuse(module: nn.Module) -> int:
 
 def _replacement(layer: Any, calls: list[_Call], *, scales_angles: bool) -> DecoderLayer:
     """Return the replacement of a layer after a trial. Raise _Unlike if the results differ."""
-    weight = layer.self_attn.q_proj.weight
+    query = layer.self_attn.q_proj
+    weight = layer.input_layernorm.weight if isinstance(query, QuantizedLinear) else query.weight
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(1, _TOKENS, weight.shape[1], generator=generator).to(weight)
+    hidden = torch.randn(1, _TOKENS, _shape(query)[1], generator=generator).to(weight)
     angles = torch.randn(2, 1, _TOKENS, layer.self_attn.head_dim // 2, generator=generator).repeat(1, 1, 1, 2)
     arguments: dict[str, Any] = {
         "position_embeddings": (angles[0].cos().to(weight), angles[1].sin().to(weight)),
@@ -297,7 +301,8 @@ def _replacement(layer: Any, calls: list[_Call], *, scales_angles: bool) -> Deco
     with torch.inference_mode():
         try:
             config._attn_implementation = _PROBE  # noqa: SLF001
-            expected = layer(hidden, attention_mask=None, position_ids=None, past_key_values=None, **arguments)
+            with unrounded(layer):
+                expected = layer(hidden, attention_mask=None, position_ids=None, past_key_values=None, **arguments)
         except torch.OutOfMemoryError:  # if only one rank went on, the ranks would wait for each other
             raise
         except (TypeError, RuntimeError, ValueError, AttributeError) as error:  # the layer needs other arguments
@@ -310,11 +315,25 @@ def _replacement(layer: Any, calls: list[_Call], *, scales_angles: bool) -> Deco
             raise _Unlike
         kind = FusedOperatorLayer if kernels_of(weight.device).has_layers else FewOperatorLayer
         replacement = kind(layer, calls[0], scales_angles=scales_angles).eval()
-        actual = replacement(hidden, **arguments)
+        with unrounded(replacement):
+            actual = replacement(hidden, **arguments)
     tolerance = TOLERANCES[weight.dtype]
     if actual.shape != expected.shape or not torch.allclose(actual, expected, rtol=tolerance, atol=tolerance):
         raise _Unlike
     return replacement
+
+
+@contextmanager
+def unrounded(module: nn.Module) -> Iterator[None]:
+    """Let quantized layers multiply without rounding their inputs, which would enlarge small differences."""
+    rounding = [one for one in module.modules() if isinstance(one, QuantizedLinear) and one.rounds_input]
+    for one in rounding:
+        one.rounds_input = False
+    try:
+        yield
+    finally:
+        for one in rounding:
+            one.rounds_input = True
 
 
 def _require_parts(layer: nn.Module) -> None:
@@ -330,12 +349,13 @@ def _require_parts(layer: nn.Module) -> None:
         raise _Unlike
     if any(own.get_submodule(name).weight.shape != (own.head_dim,) for name in norms):
         raise _Unlike  # the norm extends over all heads
-    if len(own.q_proj.weight) != own.o_proj.weight.shape[1] or _rotates_parts(own.config):
+    if _shape(own.q_proj)[0] != _shape(own.o_proj)[1] or _rotates_parts(own.config):
         raise _Unlike  # the projection of the queries also computes a gate, or a part of each head is not rotated
     in_mlp = () if _is_mixture(layer.get_submodule("mlp")) else _MLP
     names = *(f"self_attn.{name}" for name in _PROJECTIONS), *(f"mlp.{name}" for name in in_mlp)
     linears = [layer.get_submodule(name) for name in names]
-    if any(type(linear) is not nn.Linear or not _supports(linear.weight) for linear in linears):
+    dtype = layer.get_submodule("input_layernorm").weight.dtype
+    if not all(_supports(linear, dtype) for linear in linears):
         raise _Unlike
     for part in layer.modules():
         if part._forward_pre_hooks or part._forward_hooks:  # noqa: SLF001 - nn/placement.py adds them
@@ -382,18 +402,49 @@ def _is_shared(linear: Any) -> bool:
     return is_theirs and kernels_of(linear.weight.device).has_layers
 
 
-def _supports(weight: Tensor) -> bool:
-    if weight.device.type == "cpu":
-        return weight.dtype in (torch.float32, torch.bfloat16)
+def _supports(linear: nn.Module, dtype: torch.dtype) -> bool:
+    """Return whether a layer of a model that computes in `dtype` can be part of a replacement."""
+    if isinstance(linear, QuantizedLinear):
+        return linear.values.device.type == "cpu" and dtype in _CPU_DTYPES
+    if type(linear) is not nn.Linear:
+        return False
+    if (weight := linear.weight).device.type == "cpu":
+        return weight.dtype in _CPU_DTYPES
     return kernels_of(weight.device).has_layers and weight.dtype in TOLERANCES
 
 
+def _shape(linear: Any) -> tuple[int, ...]:
+    """Return the outputs and inputs of a linear layer. With tensor parallelism, its weight is a share."""
+    return tuple((linear.values if isinstance(linear, QuantizedLinear) else linear.weight).shape)
+
+
 def _weighted(module: nn.Module) -> set[str]:
-    return {name for name, child in module.named_children() if next(child.parameters(), None) is not None}
+    """Return the names of the children with weights. The weights of quantized layers are buffers."""
+    return {
+        name
+        for name, child in module.named_children()
+        if next(child.parameters(), None) is not None
+        or any(isinstance(part, QuantizedLinear) for part in child.modules())
+    }
 
 
-def _joined(*linears: nn.Linear) -> nn.Linear:
-    """Return one layer whose output is the concatenated output of `linears`, which have the same input."""
+def _joined(*linears: nn.Module) -> nn.Module:
+    """Return one layer whose output is the concatenated output of `linears`, which have the same input.
+
+    Raise _Unlike if some of them are quantized, and others are not or are quantized in another way.
+    """
+    if any(isinstance(linear, QuantizedLinear) for linear in linears):
+        kinds = {type(linear) for linear in linears}
+        if len(kinds) > 1:
+            raise _Unlike
+        try:
+            return kinds.pop().joined(linears)
+        except ValueError as error:
+            raise _Unlike from error
+    return _joined_plain(cast("Sequence[nn.Linear]", linears))
+
+
+def _joined_plain(linears: Sequence[nn.Linear]) -> nn.Linear:
     weight = torch.cat([linear.weight.detach() for linear in linears])
     joined = nn.Linear(weight.shape[1], len(weight), bias=False, device="meta")
     joined.weight = nn.Parameter(weight, requires_grad=False)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mindie_mm.device import choices
 from mindie_mm.device.cpu import cpu_attention
-from mindie_mm.device.cpu.int8_linear import Int8Linear
+from mindie_mm.device.cpu.cpu_quantized import CPUQuantizedLinear
 from mindie_mm.device.cpu.onednn_linear import OneDNNLinear, has_onednn
 from mindie_mm.errors import InputError
 from mindie_mm.media.image.encoded_image import resize
@@ -88,7 +88,7 @@ def test_logits_in_int8_do_not_depend_on_the_choices(
     expected, _ = logits(checkpoint, monkeypatch, "", weights="int8")
     assert 0 < (expected - plain).norm() <= 0.03 * plain.norm()
     actual, module = logits(checkpoint, monkeypatch, kernels, dtype=dtype, weights="int8")
-    assert Int8Linear in kinds(module)
+    assert CPUQuantizedLinear in kinds(module)
     assert (actual - expected).norm() <= (1e-5 if dtype == "float32" else 0.03) * expected.norm()
 
 

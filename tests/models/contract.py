@@ -34,7 +34,7 @@ from transformers.video_utils import VideoMetadata
 from mindie_mm.batch.output.collate import collate
 from mindie_mm.device import kind_of
 from mindie_mm.device.cpu import CPU
-from mindie_mm.device.cpu.int8_linear import Int8Linear
+from mindie_mm.device.cpu.cpu_quantized import CPUQuantizedLinear
 from mindie_mm.device.cpu.step_memory import allocated_peak_bytes
 from mindie_mm.engine.base import BaseEngine
 from mindie_mm.engine.core import Engine
@@ -705,7 +705,7 @@ class FamilyContract:
         if device != "cpu":
             pytest.skip("only the CPU multiplies int8")
         quantized = load_model(path, device=device, dtype="float32", weights="int8")
-        assert any(isinstance(module, Int8Linear) for module in quantized.module.modules())
+        assert any(isinstance(module, CPUQuantizedLinear) for module in quantized.module.modules())
         for name in self.prompts:
             expected, found = self.logits(model, tokenized[name]), self.logits(quantized, tokenized[name])
             open_ = expected > -1e30  # a family may mask tokens

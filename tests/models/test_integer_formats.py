@@ -11,11 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mindie_mm.device import QuantizedLinear
+from mindie_mm.device.cpu import decode_step
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.models import load_model
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.model import packed_logits
 from mindie_mm.nn.weights.formats import format_of
+from tests.device.test_decode_step import step_logits
 from tests.models.golden import GOLDEN, drawn_weights, write_checkpoint
 from tests.models.integer_formats import Scheme, awq, gptq, int_quantized, pack_quantized, write
 from tests.models.modelslim import round_inputs
@@ -76,6 +78,14 @@ CASES = {
     "AWQ": (AWQ, awq, Scheme(4, 32, symmetric=False)),
 }
 
+COMPILED = {
+    **{name: CASES[name] for name in ("W8A8 dynamic", "W8A8 static", "W8A16 rows", "W4A16 rows")},
+    "W4A16 groups": of_compressed("pack-quantized", Scheme(4, 64)),
+    "W4A16 zeros": of_compressed("pack-quantized", Scheme(4, 64, symmetric=False)),
+    "GPTQ": ({**GPTQ, "group_size": 64}, gptq, Scheme(4, 64)),
+    "AWQ": ({**AWQ, "group_size": 64}, awq, Scheme(4, 64, symmetric=False)),
+}
+
 
 def matching(pattern, group):
     """Return a function that selects the matrices whose name matches `pattern` and whose sizes fit the group."""
@@ -105,7 +115,7 @@ def pair(case, source, folder, pattern=TEXT):
 def test_each_format_computes_with_the_published_numbers(name, random_checkpoint, tmp_path):
     found, expected = pair(CASES[name], random_checkpoint, tmp_path)
     layers = [layer for layer in found.module.modules() if isinstance(layer, QuantizedLinear)]
-    assert len(layers) == 14
+    assert len(layers) == (14 if CASES[name][2].shuffled else 8), "layers without a table of groups are joined"
     assert {layer.values.dtype for layer in layers} == {torch.int8}
     logits = found.logits(IDS)
     if CASES[name][2].inputs:
@@ -113,6 +123,34 @@ def test_each_format_computes_with_the_published_numbers(name, random_checkpoint
     else:
         assert (logits - expected.logits(IDS)).abs().max() <= 1e-4
     assert (packed_logits(found, [IDS[:7], IDS])[1] - logits).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_weights_run_in_compiled_decode_steps(name, random_checkpoint, tmp_path, caplog, monkeypatch):
+    if decode_step._load(decode_step._best()) is None:
+        pytest.skip("the package was installed without a C compiler")
+    monkeypatch.setenv("MINDIE_MM_KERNELS", "step=best")
+    with caplog.at_level("INFO"):
+        found, _ = pair(COMPILED[name], random_checkpoint, tmp_path)
+    assert "compiled code" in caplog.text
+    assert_alike(step_logits(found, IDS), found.logits(IDS)[-1])
+    if not COMPILED[name][2].inputs:
+        assert (step_logits(found, IDS) - found.logits(IDS)[-1]).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("GPTQ", "32 dimensions, which is not a multiple of 64"),
+        ("GPTQ shuffled", "layers that are not replaced"),
+        ("packed W8A16", "zero points of 8 bits"),
+    ],
+)
+def test_the_log_says_why_other_weights_run_in_torch(name, reason, random_checkpoint, tmp_path, caplog):
+    with caplog.at_level("INFO"):
+        pair(CASES[name], random_checkpoint, tmp_path)
+    assert "torch runs all decode steps" in caplog.text
+    assert reason in caplog.text
 
 
 @pytest.mark.parametrize("name", ["W8A8 dynamic", "W4A16 zeros", "GPTQ", "AWQ"])
@@ -164,7 +202,8 @@ def test_groups_choose_layers_by_name_pattern_and_class(random_checkpoint, tmp_p
         if isinstance(layer, QuantizedLinear)
     }
     unrounded = {name for name, rounds in layers.items() if not rounds}
-    assert {name.partition("layers.")[2] for name in unrounded} == {"0.mlp.down_proj", "1.mlp.up_proj"}
+    assert {name.partition("layers.")[2] for name in unrounded} == {"0.down", "1.mlp.up_proj"}
+    assert len(layers) == 4 + 7, "gate and up of the second layer round differently, so nothing is joined there"
 
 
 @pytest.mark.parametrize("name", ["qwen_vl_int4", "molmo_nf4"])

@@ -20,7 +20,6 @@ from mindie_mm.device.cpu.cpu_kernels import CPUKernels
 from mindie_mm.device.cpu.cpu_layers import lighten
 from mindie_mm.device.cpu.cpu_quantized import CPUQuantizedLinear
 from mindie_mm.device.cpu.decode_step import GROUP, MOST_ROWS, NotCompiled, StepLinear, instructions
-from mindie_mm.device.cpu.int8_linear import Int8Linear
 from mindie_mm.device.cpu.onednn_linear import use_onednn
 from mindie_mm.device.cpu.step_memory import allocated_peak_bytes, computed_peak_bytes
 from mindie_mm.device.cpu.weight_pages import drop_unused_pages
@@ -83,7 +82,7 @@ class CPU(Device):
         return choose("bfloat16", lambda: _has_instructions(dtype))
 
     def int8_linear(self, linear: torch.nn.Linear) -> torch.nn.Module:
-        return Int8Linear.of(linear)
+        return CPUQuantizedLinear.of(linear)
 
     def quantized_linear(self, weight: QuantizedWeight, bias: torch.nn.Parameter | None) -> torch.nn.Module:
         return CPUQuantizedLinear(weight, bias)
@@ -91,7 +90,7 @@ class CPU(Device):
     def prepare(self, module: torch.nn.Module) -> None:
         host_memory.keep_freed()
         use_onednn(module)
-        _compile_int8(module)
+        _compile_quantized(module)
         lighten(module)
         cpu_attention.replace(module)
         drop_unused_pages(module)
@@ -112,10 +111,10 @@ class CPU(Device):
         return host_memory.grown_bytes(work)
 
 
-def _compile_int8(module: torch.nn.Module) -> None:
-    """Let compiled code multiply few rows in layers with int8 weights, also where it does not run the whole step."""
+def _compile_quantized(module: torch.nn.Module) -> None:
+    """Let compiled code multiply few rows in quantized layers, also where it does not run the whole step."""
     for part in module.modules():
-        if isinstance(part, Int8Linear):
+        if isinstance(part, CPUQuantizedLinear):
             with suppress(NotCompiled):
                 part.few = StepLinear(part)
 

@@ -1,17 +1,33 @@
-"""Products of 8-bit integers on the CPU, for checkpoints with quantized weights and activations."""
+"""Linear layers with quantized weights on the CPU.
+
+`--weights int8` makes such layers from plain ones, and checkpoints publish quantized weights. Compiled code multiplies
+few rows without converting the weight first.
+"""
 
 from __future__ import annotations
 
 from functools import cache
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from mindie_mm.device.quantized_linear import QuantizedLinear
+from mindie_mm.device.quantized_linear import QuantizedLinear, QuantizedWeight
 
 _TRIED_WIDTH = 64
 """Number of inputs in the trial. It is longer than a register of any processor."""
+_CONVERTED = 2**20
+"""Maximum number of values that are converted to the dtype of the activations at a time. They fit into the cache."""
+
+
+class FewRows(Protocol):
+    """A linear layer for few rows."""
+
+    def takes(self, rows: Tensor) -> bool:
+        """Return whether the layer can multiply `rows`."""
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Map [rows, inputs] to float32 [rows, outputs]."""
 
 
 class CPUQuantizedLinear(QuantizedLinear):
@@ -19,6 +35,35 @@ class CPUQuantizedLinear(QuantizedLinear):
 
     block: ClassVar[int] = 2**18
     """As in the base class. The dequantized values fit into the cache of a core."""
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
+        super().__init__(weight, bias)
+        self.few: FewRows | None = None
+        """Compiled code for few rows."""
+
+    @classmethod
+    def of(cls, plain: nn.Linear) -> CPUQuantizedLinear:
+        """Quantize the weight of a layer, which keeps its own weight. Each row has a scale."""
+        weight = plain.weight.detach().float()
+        scales = weight.abs().amax(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / 127
+        return cls(QuantizedWeight((weight / scales).round_().to(torch.int8), scales), plain.bias)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        flat = rows.reshape(-1, self.in_features)
+        if self.few is not None and self.few.takes(flat):
+            return self.few(flat).to(rows.dtype).view(*rows.shape[:-1], self.out_features)
+        return super().forward(rows)
+
+    def plain_product(self, rows: Tensor) -> Tensor:
+        # Scaling outputs takes less time than scaling weights. Unscaled sums may overflow float16.
+        if self.scales.shape[1] > 1 or self.zeros is not None or rows.dtype == torch.float16:
+            return super().plain_product(rows)
+        out = rows.new_empty(len(rows), self.out_features)
+        size = max(_CONVERTED // self.in_features, 1)
+        parts = self.values.split(size), self.scales.flatten().split(size), out.split(size, 1)
+        for values, scales, part in zip(*parts, strict=True):
+            torch.mul(self.multiply(rows, values.to(rows.dtype)), scales, out=part)
+        return out
 
     def integer_product(self, rows: Tensor) -> Tensor:
         if is_exact():

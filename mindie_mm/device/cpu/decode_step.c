@@ -3,11 +3,12 @@
  * decode_step.py calls this library with ctypes, and describes the structures. The library is compiled once for each
  * instruction set (setup.py). All of them come from this source, in GCC's vector extensions.
  *
- * Weights are rows of numbers in float32, bfloat16, or int8 with a scale for each row. Activations are float32. Each
- * output is summed in an order that depends only on the width of its row, so the result of a sequence does not depend
- * on the other sequences of the step.
+ * Weights are rows of numbers in float32, bfloat16, or int8 with a scale for each group of inputs. Activations are
+ * float32, and rounded to 8 bits where a layer needs it. Each output is summed in an order that depends only on the
+ * width of its row, so the result of a sequence does not depend on the other sequences of the step.
  */
 
+#include <float.h>
 #include <math.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -37,6 +38,8 @@ typedef uint16_t stored_halves __attribute__((vector_size(2 * LANES), aligned(1)
 /* Formats of numbers. A number has 4 >> format bytes. */
 enum { FLOAT32, BFLOAT16, INT8 };
 enum { SILU, GELU_TANH };
+/* How a layer rounds its input: not at all, by the largest value of each row, or by constants from calibration. */
+enum { NONE, BY_LARGEST, CONSTANTS };
 
 /* Largest number of new tokens in a step. */
 #define MOST_ROWS 32
@@ -45,14 +48,18 @@ enum { SILU, GELU_TANH };
 /* Number of tokens whose scores are computed at a time. */
 #define TILE_TOKENS 64
 
-/* A linear layer, [outputs, inputs]. `inputs` is a multiple of 16, or of 64 if the format is INT8. */
+/* A linear layer, [outputs, inputs]. `inputs` is a multiple of 16. If the format is INT8, `group` divides it, and is a
+ * multiple of 64. */
 struct matrix {
     const void *weights;
-    const float *scales; /* of each output, or NULL */
+    const float *scales; /* of INT8, [outputs, inputs / group] */
     const float *bias;   /* or NULL */
     int64_t outputs, inputs;
     int64_t stride; /* distance between two rows */
     int64_t format;
+    int64_t group;    /* number of consecutive inputs with the same scale */
+    int64_t rounding; /* of the input to 8 bits */
+    float input_step, input_zero; /* of rounding by CONSTANTS: distance of two values, and the integer that is 0 */
 };
 
 struct layer {
@@ -201,36 +208,48 @@ INLINE vector unpack(const void *numbers, int64_t place, const int format, const
     return __builtin_convertvector((integers)(packed << (24 - 8 * part)) >> 24, vector);
 }
 
-/* Multiply `tile` rows of weights, from `first` on, by `batch` rows of input. The last four are constants. */
+/* How `multiply_tile` reads weights and scales; a constant wherever it is used. `scales` is the number of scales of a
+ * row: none, one for the output, or several for groups of inputs. */
+struct reading {
+    int format, parts;
+    enum { NO_SCALE, ROW_SCALE, GROUP_SCALES } scales;
+};
+
+/* Multiply `tile` rows of weights, from `first` on, by `batch` rows of input. The last three are constants. */
 INLINE void multiply_tile(
-    const struct product *p, int64_t first, const int tile, const int format, const int parts, const int batch) {
+    const struct product *p, int64_t first, const int tile, const struct reading as, const int batch) {
     const struct matrix *m = p->matrix;
+    const int64_t group = as.scales == GROUP_SCALES ? m->group : m->inputs;
+    const float *scales = as.scales == NO_SCALE ? NULL : m->scales + first * (m->inputs / group);
     vector sums[8][GROUP] = {0}, weights[8];
-    for (int64_t k = 0; k < m->inputs; k += parts * LANES)
+    for (int64_t start = 0; start < m->inputs; start += group, scales++)
+        for (int64_t k = start; k < start + group; k += as.parts * LANES)
 #pragma GCC unroll 4
-        for (int part = 0; part < parts; part++) {
+            for (int part = 0; part < as.parts; part++) {
 #pragma GCC unroll 8
-            for (int row = 0; row < tile; row++) {
-                int64_t place = (first + row) * m->stride + k;
-                weights[row] = unpack(m->weights, place, format, parts, part);
-                if (part == 0) /* of the next tile */
-                    __builtin_prefetch(address(m->weights, place + tile * m->stride, format));
+                for (int row = 0; row < tile; row++) {
+                    int64_t place = (first + row) * m->stride + k;
+                    weights[row] = unpack(m->weights, place, as.format, as.parts, part);
+                    if (as.scales == GROUP_SCALES)
+                        weights[row] *= scales[row * (m->inputs / group)];
+                    if (part == 0) /* of the next tile */
+                        __builtin_prefetch(address(m->weights, place + tile * m->stride, as.format));
+                }
+#pragma GCC unroll 8
+                for (int b = 0; b < batch; b++) {
+                    vector input = load_floats(p->input + b * p->input_stride + k + part * LANES);
+#pragma GCC unroll 8
+                    for (int row = 0; row < tile; row++)
+                        sums[row][b] += weights[row] * input;
+                }
             }
-#pragma GCC unroll 8
-            for (int b = 0; b < batch; b++) {
-                vector input = load_floats(p->input + b * p->input_stride + k + part * LANES);
-#pragma GCC unroll 8
-                for (int row = 0; row < tile; row++)
-                    sums[row][b] += weights[row] * input;
-            }
-        }
 #pragma GCC unroll 8
     for (int row = 0; row < tile; row++)
 #pragma GCC unroll 8
         for (int b = 0; b < batch; b++) {
             float *output = p->output + b * p->output_stride + first + row;
             float sum = sum_lanes(sums[row][b]);
-            if (m->scales != NULL)
+            if (as.scales == ROW_SCALE)
                 sum *= m->scales[first + row];
             if (m->bias != NULL)
                 sum += m->bias[first + row];
@@ -239,11 +258,11 @@ INLINE void multiply_tile(
 }
 
 INLINE void multiply_tiles(
-    const struct product *p, int64_t first, int64_t last, const int format, const int parts, const int batch) {
+    const struct product *p, int64_t first, int64_t last, const struct reading as, const int batch) {
     for (; first + TILE(batch) <= last; first += TILE(batch))
-        multiply_tile(p, first, TILE(batch), format, parts, batch);
+        multiply_tile(p, first, TILE(batch), as, batch);
     for (; first < last; first++)
-        multiply_tile(p, first, 1, format, parts, batch);
+        multiply_tile(p, first, 1, as, batch);
 }
 
 /* Call a function whose last argument is the number of rows, as a constant. */
@@ -256,15 +275,19 @@ INLINE void multiply_tiles(
 
 /* Compute the outputs [first, last) of all rows of a product. */
 static void multiply_rows(const struct product *p, int64_t first, int64_t last) {
-    const int64_t format = p->matrix->format, parts = numbers_per_word(p->matrix);
-    if (format == FLOAT32) {
-        WITH_CONSTANT_ROWS(p->rows, multiply_tiles, p, first, last, FLOAT32, 1)
-    } else if (format == BFLOAT16 && parts == 2) {
-        WITH_CONSTANT_ROWS(p->rows, multiply_tiles, p, first, last, BFLOAT16, 2)
-    } else if (format == BFLOAT16) {
-        WITH_CONSTANT_ROWS(p->rows, multiply_tiles, p, first, last, BFLOAT16, 1)
+    const struct matrix *m = p->matrix;
+    const struct reading floats = {FLOAT32, 1}, pairs = {BFLOAT16, 2}, halves = {BFLOAT16, 1};
+    const struct reading bytes = {INT8, 4, ROW_SCALE}, groups = {INT8, 4, GROUP_SCALES};
+    if (m->format == FLOAT32) {
+        WITH_CONSTANT_ROWS(p->rows, multiply_tiles, p, first, last, floats)
+    } else if (m->format == BFLOAT16 && numbers_per_word(m) == 2) {
+        WITH_CONSTANT_ROWS(p->rows, multiply_tiles, p, first, last, pairs)
+    } else if (m->format == BFLOAT16) {
+        WITH_CONSTANT_ROWS(p->rows, multiply_tiles, p, first, last, halves)
+    } else if (m->group == m->inputs) {
+        WITH_CONSTANT_ROWS(p->rows, multiply_tiles, p, first, last, bytes)
     } else {
-        WITH_CONSTANT_ROWS(p->rows, multiply_tiles, p, first, last, INT8, 4)
+        WITH_CONSTANT_ROWS(p->rows, multiply_tiles, p, first, last, groups)
     }
 }
 
@@ -289,14 +312,35 @@ static void run_product(const void *context, int chunk) {
     }
 }
 
+/* Round a row of the input to 8 bits, and multiply it by the distance of two rounded values. */
+static void round_input(float *input, const struct matrix *m) {
+    const float rounding = 12582912.0f; /* 1.5 * 2^23; the sum has no fraction */
+    float step = m->input_step;
+    if (m->rounding == BY_LARGEST) {
+        step = FLT_MIN;
+        for (int64_t i = 0; i < m->inputs; i++)
+            step = fmaxf(step, fabsf(input[i]));
+        step /= 127;
+    }
+    for (int64_t i = 0; i < m->inputs; i += LANES) {
+        vector rounded = load_floats(input + i) / step + m->input_zero;
+        rounded = select_lanes(rounded < -128.0f, broadcast(-128.0f), rounded);
+        rounded = select_lanes(rounded > 127.0f, broadcast(127.0f), rounded) + rounding - rounding;
+        store_floats(input + i, (rounded - m->input_zero) * step);
+    }
+}
+
 /* Run a product in chunks of multiples of 16 outputs. */
 static void multiply(struct product p) {
     int64_t enough = LEAST_WEIGHTS / p.matrix->inputs, few = p.matrix->outputs / MOST_CHUNKS;
     p.per_chunk = ((enough > few ? enough : few) / 16 + 1) * 16;
     p.input_stride = p.matrix->inputs;
     p.output_stride = p.matrix->outputs;
-    for (int64_t row = 0; row < p.rows; row++)
+    for (int64_t row = 0; row < p.rows; row++) {
+        if (p.matrix->rounding != NONE)
+            round_input(p.input + row * p.input_stride, p.matrix);
         arrange(p.input + row * p.input_stride, p.matrix);
+    }
     run_phase(run_product, &p, (int)((p.matrix->outputs - 1) / p.per_chunk + 1));
 }
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, silu
 
 from mindie_mm.device.choices import forced
-from mindie_mm.device.cpu.int8_linear import Int8Linear
+from mindie_mm.device.cpu.cpu_quantized import CPUQuantizedLinear, is_exact
 
 MOST_ROWS = 32
 """Maximum number of new tokens in a compiled step, as in decode_step.c."""
@@ -30,8 +30,10 @@ GROUP = 8
 _MULTIPLE = 16
 """Number that divides the widths of compiled layers: the floats in the largest vector."""
 _INT8_MULTIPLE = 64
-"""Number that divides the input widths of layers with int8 weights: the bytes in the largest vector."""
+"""Number that divides the groups of inputs of layers with int8 weights: the bytes in the largest vector."""
 _FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+_NONE, _BY_LARGEST, _CONSTANTS = range(3)
+"""How a layer rounds its input, as in decode_step.c."""
 _ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (silu, lambda values: gelu(values, approximate="tanh"))
 _BEST = "best"
 
@@ -73,7 +75,8 @@ class StepLayer:
 class _Matrix(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("weights", "scales", "bias")),
-        *((name, ctypes.c_int64) for name in ("outputs", "inputs", "stride", "format")),
+        *((name, ctypes.c_int64) for name in ("outputs", "inputs", "stride", "format", "group", "rounding")),
+        *((name, ctypes.c_float) for name in ("input_step", "input_zero")),
     )
 
 
@@ -127,6 +130,7 @@ class DecodeStep:
         if len(sizes) > 1 or len({_activation(one.activation) for one in layers}) > 1:
             raise NotCompiled("its layers differ")
         _require_width("the head size", first.head_dim)
+        self._most_rows = min(_most_rows(part) for layer in layers for part in (layer.qkv, layer.gate_up, layer.down))
         self._layers = (_Layer * len(layers))(*map(self._layer, layers))
         self._model = _Model(
             layers=self._layers,
@@ -190,7 +194,7 @@ class DecodeStep:
         """Return whether `run` can run a step with these hidden states and this cache, which consists of tensors."""
         return (
             type(hidden) is Tensor  # and not a tensor that only has a shape (step_memory.py)
-            and len(hidden) <= MOST_ROWS
+            and len(hidden) <= self._most_rows
             and len(cache) == 1
             and len(cache[0]) == 2 * len(self._layers)
             and cache[0].dtype in _FORMATS
@@ -230,10 +234,11 @@ class StepLinear:
         self._library = _load(instructions())
         self._kept: list[Tensor] = []
         self._matrix = _matrix(linear, self._kept)
+        self._most_rows = _most_rows(linear)
 
     def takes(self, rows: Tensor) -> bool:
         """Return whether the layer can multiply `rows`."""
-        return type(rows) is Tensor and 0 < len(rows) <= MOST_ROWS
+        return type(rows) is Tensor and 0 < len(rows) <= self._most_rows
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Map [rows, inputs] to float32 [rows, outputs]."""
@@ -300,23 +305,58 @@ def _is_of_this_version(loaded: ctypes.CDLL) -> bool:
     return [*sizes] == [ctypes.sizeof(one) for one in structures]
 
 
+def _most_rows(linear: nn.Module) -> int:
+    """Return the maximum number of rows for which compiled code is the fastest."""
+    has_faster = isinstance(linear, CPUQuantizedLinear) and linear.rounds_input and is_exact()
+    return GROUP if has_faster else MOST_ROWS
+
+
 def _matrix(linear: nn.Module, kept: list[Tensor]) -> _Matrix:
-    if type(linear) not in (nn.Linear, Int8Linear) or linear._forward_pre_hooks or "forward" in vars(linear):  # noqa: SLF001
+    if type(linear) not in (nn.Linear, CPUQuantizedLinear) or linear._forward_pre_hooks or "forward" in vars(linear):  # noqa: SLF001
         raise NotCompiled(f"a layer is {type(linear).__name__}, or does more than a product")
-    assert isinstance(linear, nn.Linear | Int8Linear)
+    assert isinstance(linear, nn.Linear | CPUQuantizedLinear)
+    if isinstance(linear, CPUQuantizedLinear):
+        return _quantized_matrix(linear, kept)
     weight, bias = linear.weight.detach(), linear.bias
     if weight.dtype not in _FORMATS or weight.device.type != "cpu" or not weight.is_contiguous():
         raise NotCompiled(f"a weight is {weight.dtype} on {weight.device}")
     outputs, inputs = weight.shape
-    _require_width("the input of a layer", inputs, _INT8_MULTIPLE if weight.dtype == torch.int8 else _MULTIPLE)
+    _require_width("the input of a layer", inputs)
     return _Matrix(
         weights=_address(weight, kept),
-        scales=_address(linear.scales.detach(), kept) if isinstance(linear, Int8Linear) else None,
         bias=None if bias is None else _address(bias.detach().float(), kept),
         outputs=outputs,
         inputs=inputs,
         stride=inputs,
         format=_FORMATS[weight.dtype],
+    )
+
+
+def _quantized_matrix(linear: CPUQuantizedLinear, kept: list[Tensor]) -> _Matrix:
+    if linear.zeros is not None or linear.group_of is not None:
+        raise NotCompiled("a quantized weight has zero points of 8 bits, or groups of inputs that are not consecutive")
+    outputs, inputs = linear.values.shape
+    group = inputs // linear.scales.shape[1]
+    _require_width("a group of inputs with the same scale", group, _INT8_MULTIPLE)
+    bias = None if linear.bias is None else linear.bias.detach().float()
+    if linear.input_scale is not None:
+        assert linear.sum_bias is not None
+        assert linear.product_scales is not None
+        sums = linear.sum_bias + linear.input_offset * linear.values.sum(1).double()
+        constant = (sums * linear.product_scales).float()
+        bias = constant if bias is None else bias + constant
+    return _Matrix(
+        weights=_address(linear.values, kept),
+        scales=_address(linear.scales, kept),
+        bias=None if bias is None else _address(bias, kept),
+        outputs=outputs,
+        inputs=inputs,
+        stride=inputs,
+        format=_FORMATS[torch.int8],
+        group=group,
+        rounding=_NONE if not linear.rounds_input else _BY_LARGEST if linear.input_scale is None else _CONSTANTS,
+        input_step=linear.input_scale or 0.0,
+        input_zero=linear.input_offset,
     )
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mindie_mm.device.choices import choose
-from mindie_mm.device.cpu.int8_linear import Int8Linear
+from mindie_mm.device.cpu.cpu_quantized import CPUQuantizedLinear
 
 _LEAST_ELEMENTS = 2**17
 """Minimum number of elements of a weight. For smaller weights, the call has too much overhead."""
@@ -51,7 +51,7 @@ def use_onednn(module: nn.Module) -> None:
     if not has_onednn() or not choose("onednn", is_faster):
         return
     for parent in [*module.modules()]:
-        if isinstance(parent, Int8Linear):
+        if isinstance(parent, CPUQuantizedLinear):
             parent.multiply = multiply
         for name, child in [*parent.named_children()]:
             if type(child) is not nn.Linear or child._forward_pre_hooks or "forward" in vars(child):  # noqa: SLF001

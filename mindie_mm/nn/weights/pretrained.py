@@ -27,7 +27,7 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.end_tokens import eos_token_ids
 from mindie_mm.nn.checkpoint.renaming import RenamedWeights
 from mindie_mm.nn.checkpoint.resolved import context_length, settle
-from mindie_mm.nn.decoder_layer import TOLERANCES, DecoderLayer, FewOperatorLayer, fuse
+from mindie_mm.nn.decoder_layer import TOLERANCES, DecoderLayer, FewOperatorLayer, fuse, unrounded
 from mindie_mm.nn.layers import FewOperatorNorm, FusedNorm, norm_of
 from mindie_mm.nn.model import Model, ModelSpec
 from mindie_mm.nn.paged_batch import Chunk, PagedBatch, top_position
@@ -138,7 +138,7 @@ class PretrainedModel(Model):
         prompt = self.positions(len(hidden), ()).prompt
         positions = prompt.to(weight.device)
         paged = PagedBatch([Chunk(0, len(hidden), ())], None, weight.device, top_position(prompt.numpy()))
-        with torch.inference_mode():
+        with torch.inference_mode(), unrounded(self.module):
             expected = self.run_text_model(hidden, positions, paged)
             try:
                 self._angles = self._angle_table(len(positions))

@@ -38,7 +38,7 @@ class IntegerWeight(PackedWeight):
     """A weight of a format that `QuantizedWeight` describes."""
 
     def __init__(self, weight: QuantizedWeight) -> None:
-        self._weight = weight
+        self._weight = weight = weight.without_zeros()
         self.shape = weight.shape
         self.has_bias = weight.has_bias
 

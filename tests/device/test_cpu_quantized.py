@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from mindie_mm import LLM, SamplingParams
 from mindie_mm.device.base import Device
-from mindie_mm.device.cpu import CPU, int8_linear
+from mindie_mm.device.cpu import CPU, cpu_quantized
+from mindie_mm.device.cpu.cpu_quantized import CPUQuantizedLinear
 from mindie_mm.device.cpu.decode_step import MOST_ROWS
-from mindie_mm.device.cpu.int8_linear import Int8Linear
 from mindie_mm.errors import DeviceError, InputError
 from mindie_mm.models import load_model
 from mindie_mm.settings.config import EngineConfig, WorkerConfig
@@ -24,10 +24,10 @@ ROWS = MOST_ROWS + 2
 @pytest.fixture(params=["few rows compiled", "torch"])
 def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a function that quantizes a layer, whose weight is converted in several blocks."""
-    monkeypatch.setattr(int8_linear, "_BLOCK", 30 * 192)
+    monkeypatch.setattr(cpu_quantized, "_CONVERTED", 30 * 192)
 
-    def of(plain: nn.Linear) -> Int8Linear:
-        layer = Int8Linear.of(plain)
+    def of(plain: nn.Linear) -> CPUQuantizedLinear:
+        layer = CPUQuantizedLinear.of(plain)
         if request.param != "torch":
             CPU().prepare(layer)
             if layer.few is None:
@@ -53,8 +53,8 @@ def rows(count: int = ROWS) -> Tensor:
 def test_a_layer_multiplies_by_the_rounded_weight(make: Any, count: int, bias: bool) -> None:
     plain = linear(bias=bias)
     layer, given = make(plain), rows()[-count:]
-    rounded = layer.weight.double() * layer.scales.double()[:, None]
-    assert (rounded - plain.weight).abs().amax(1).le(layer.scales / 2 * 1.0001).all()
+    rounded = layer.values.double() * layer.scales.double()
+    assert (rounded - plain.weight).abs().amax(1, keepdim=True).le(layer.scales / 2 * 1.0001).all()
     expected = nn.functional.linear(given.double(), rounded, plain.bias.double() if bias else None)
     size = expected.norm(dim=1, keepdim=True)
     assert ((layer(given) - expected) / size).abs().max() <= 1e-6
