@@ -37,8 +37,6 @@ class Device(ABC):
     """Whether `record` is supported."""
     kernels: ClassVar[Kernels] = Kernels()
     """Fused operators of the device."""
-    has_bitsandbytes: ClassVar[bool] = True
-    """Whether bitsandbytes has operators for the device."""
     computes_peaks: ClassVar[bool] = False
     """Whether `peak_bytes` computes a bound from shapes, instead of measuring. Other programs do not affect it."""
     scratch_bytes: ClassVar[int] = 0
@@ -190,7 +188,7 @@ class Device(ABC):
             bias: The bias, on this device.
 
         """
-        return QuantizedLinear(weight.to(self.torch_device), bias)
+        return QuantizedLinear(weight.packed().to(self.torch_device), bias)
 
     def prepare(self, module: torch.nn.Module) -> None:
         """Convert the weights of a loaded and placed model to the fastest layout."""

@@ -18,7 +18,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "fused": (_NO, _YES),
     "step": (_NO, "best", "generic", "avx2", "avx512"),
     "bfloat16": (_NO, _YES),
-    "4bit": (_NO, _YES),
 }
 """The values of each choice.
 
@@ -27,7 +26,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
 - fused: whether transformers' decoder layers are replaced (nn/decoder_layer.py)
 - step: the instructions of compiled decode steps (cpu/decode_step.py), the best of the processor, or no such steps
 - bfloat16: whether the processor counts as having instructions for products in bfloat16 and float16
-- 4bit: whether bitsandbytes may use its AVX512-BF16 kernel (nn/weights/formats/bitsandbytes.py)
 """
 
 

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import embedding, linear
 
 _LARGEST = 127
 """The int8 value that represents the largest absolute value of a row."""
+_MOST = 15
+"""The largest value of 4 bits."""
 _ROUNDING = 0.5
 """Largest rounding error of an integer."""
+_TENSORS = ("values", "scales", "zeros", "group_of", "codes")
 _EXACT_WIDTH = 1024
 """Number of products of two int8 values whose sum is exact in float32, because it is at most 2 ** 24."""
 
@@ -40,10 +43,11 @@ class StaticInput:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """The quantized weight of a linear layer: `(values - zeros) * scales`."""
+    """The quantized weight of a linear layer: `(values - zeros) * scales`, or `codes[values] * scales`."""
 
     values: Tensor
-    """int8 [outputs, inputs]. A weight of 4 bits has one value per byte too."""
+    """int8 [outputs, inputs], or uint8 [outputs, inputs / 2]. A byte has two values from 0 to 15, the first in the low
+    bits."""
     scales: Tensor
     """float32 [outputs, groups]. Each group of consecutive inputs has a scale."""
     zeros: Tensor | None = None
@@ -54,10 +58,12 @@ class QuantizedWeight:
     """Whether the input is rounded to 8 bits, for products of integers."""
     static_input: StaticInput | None = None
     """How to round the input. None means that each row is divided by its largest absolute value."""
+    codes: Tensor | None = None
+    """The numbers that the values 0 to 15 stand for, float32 [16]. None means the values themselves."""
 
     def __post_init__(self) -> None:
         """Raise ValueError if the tensors do not fit together."""
-        rows, columns = self.values.shape
+        rows, columns = self.shape
         groups = self.scales.shape[-1]
         if self.scales.shape != (rows, groups) or (self.group_of is None and columns % groups):
             raise ValueError(
@@ -78,7 +84,7 @@ class QuantizedWeight:
     @property
     def shape(self) -> tuple[int, ...]:
         """[outputs, inputs]."""
-        return tuple(self.values.shape)
+        return _shape(self.values)
 
     @property
     def has_bias(self) -> bool:
@@ -87,7 +93,7 @@ class QuantizedWeight:
 
     def dequantized(self) -> Tensor:
         """Return the weight, float32 [outputs, inputs]."""
-        return _dequantized(self.values, self.scales, self.zeros, self.group_of)
+        return _dequantized(self.values, self.scales, self.zeros, self.group_of, self.codes)
 
     def dequantized_bias(self) -> Tensor | None:
         """Return the bias of the layer that the weight describes, float32 [outputs], or None.
@@ -100,27 +106,23 @@ class QuantizedWeight:
         sums = own.bias + own.offset * self.values.sum(1)
         return sums.where(sums.abs() > _ROUNDING, 0) * own.product_scales
 
-    def without_zeros(self) -> QuantizedWeight:
-        """Return the same weight without zero points if its values minus the zero points fit into int8."""
-        if self.zeros is None:
+    def packed(self) -> QuantizedWeight:
+        """Return the same weight with two values per byte if it has at most 16 different values."""
+        least = self.values.min()
+        if self.rounds_input or self.codes is not None or self.shape[1] % 2 or self.values.max() - least.int() > _MOST:
             return self
-        groups = self.scales.shape[1]
-        shifted = self.values - (
-            self.zeros.repeat_interleave(self.shape[1] // groups, 1)
-            if self.group_of is None
-            else self.zeros[:, self.group_of]
-        )
-        values = shifted.to(torch.int8)
-        return replace(self, values=values, zeros=None) if torch.equal(values.float(), shifted) else self
+        values = (self.values - least).to(torch.uint8)
+        zeros = torch.zeros_like(self.scales) if self.zeros is None else self.zeros
+        return replace(self, values=values[:, ::2] | values[:, 1::2] << 4, zeros=zeros - least)
 
     def to(self, device: torch.device) -> QuantizedWeight:
         """Return the weight on `device`."""
         own = self.static_input
         if own is not None:
             own = replace(own, product_scales=own.product_scales.to(device), bias=own.bias.to(device))
-        zeros, group_of = (None if one is None else one.to(device) for one in (self.zeros, self.group_of))
-        values, scales = self.values.to(device), self.scales.to(device)
-        return replace(self, values=values, scales=scales, zeros=zeros, group_of=group_of, static_input=own)
+        moved: dict[str, Any] = {name: getattr(self, name) for name in _TENSORS}
+        moved = {name: None if one is None else one.to(device) for name, one in moved.items()}
+        return replace(self, static_input=own, **moved)
 
 
 class QuantizedLinear(nn.Module):
@@ -132,12 +134,12 @@ class QuantizedLinear(nn.Module):
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
         """Create the layer with tensors that are on its device."""
         super().__init__()
-        self.out_features, self.in_features = weight.shape
+        self.shape = self.out_features, self.in_features = weight.shape
         self.bias = bias
         self.multiply: Callable[[Tensor, Tensor], Tensor] = linear
         """Function that multiplies rows by a weight of the same dtype."""
         self.rounds_input = weight.rounds_input
-        for name in ("values", "scales", "zeros", "group_of"):
+        for name in _TENSORS:
             self.register_buffer(name, getattr(weight, name), persistent=False)
         own = weight.static_input
         self.input_scale = None if own is None else own.scale
@@ -149,6 +151,7 @@ class QuantizedLinear(nn.Module):
     scales: Tensor
     zeros: Tensor | None
     group_of: Tensor | None
+    codes: Tensor | None
     product_scales: Tensor | None
     sum_bias: Tensor | None
 
@@ -173,7 +176,9 @@ class QuantizedLinear(nn.Module):
                 first.input_scale, first.input_offset, together("product_scales"), together("sum_bias"), has_bias=False
             )
         zeros = None if first.zeros is None else together("zeros")
-        weight = QuantizedWeight(together("values"), together("scales"), zeros, None, first.rounds_input, static)
+        weight = QuantizedWeight(
+            together("values"), together("scales"), zeros, None, first.rounds_input, static, first.codes
+        )
         biases = [layer.scales.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers]
         return cls(weight, torch.cat(biases) if any(layer.bias is not None for layer in layers) else None)
 
@@ -186,12 +191,14 @@ class QuantizedLinear(nn.Module):
             self.scales.shape[1],
             self.zeros is None,
             self.group_of is None,
+            self.values.dtype,
+            None if self.codes is None else tuple(self.codes.tolist()),
         )
 
     @property
     def weight(self) -> Tensor:
         """The dequantized weight, float32 [outputs, inputs], for code that reads the weight of a linear layer."""
-        return _dequantized(self.values, self.scales, self.zeros, self.group_of)
+        return _dequantized(self.values, self.scales, self.zeros, self.group_of, self.codes)
 
     def forward(self, rows: Tensor) -> Tensor:
         """Map [..., inputs] of any float dtype to [..., outputs]."""
@@ -208,7 +215,7 @@ class QuantizedLinear(nn.Module):
         for start in range(0, self.out_features, size):
             block = slice(start, start + size)
             zeros = None if self.zeros is None else self.zeros[block]
-            weight = _dequantized(self.values[block], self.scales[block], zeros, self.group_of)
+            weight = _dequantized(self.values[block], self.scales[block], zeros, self.group_of, self.codes)
             parts.append(self.multiply(rows, weight.to(rows.dtype)))
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
@@ -235,8 +242,20 @@ class QuantizedLinear(nn.Module):
         return total
 
 
-def _dequantized(values: Tensor, scales: Tensor, zeros: Tensor | None, group_of: Tensor | None) -> Tensor:
+def _shape(values: Tensor) -> tuple[int, int]:
+    rows, columns = values.shape
+    return rows, columns * 2 if values.dtype == torch.uint8 else columns
+
+
+def _dequantized(
+    values: Tensor, scales: Tensor, zeros: Tensor | None, group_of: Tensor | None, codes: Tensor | None
+) -> Tensor:
     """Return a weight, float32 [outputs, inputs], from the tensors of a `QuantizedWeight`."""
+    if codes is not None:  # a row of the table has the numbers of a byte
+        pairs = torch.stack([codes.repeat(len(codes)), codes.repeat_interleave(len(codes))], 1)
+        values = embedding(values.int(), pairs).flatten(1)
+    elif values.dtype == torch.uint8:
+        values = torch.stack([values & _MOST, values >> 4], 2).flatten(1)
     if group_of is not None:
         if zeros is not None:
             values = values - zeros[:, group_of]

@@ -105,12 +105,10 @@ def _quantization(checkpoint: ConfigOnly, family: type[Family]) -> Finding:
         return Finding("quantization", "error", "the quantization is not supported here", str(error))
     method = method_of(settings)
     if format_of(checkpoint) is not None:
-        where = "on every device"
-    elif scaling(checkpoint) is not None:
+        path = "the log says how many layers stay quantized, and whether compiled code multiplies them"
+        return Finding("quantization", "ok", f"{method}, supported on every device", path)
+    if scaling(checkpoint) is not None:
         where = "on every device, which dequantizes the weights unless it has operators for them"
-    elif method.startswith("bitsandbytes"):
-        devices = [kind.name for kind in KINDS if kind.has_bitsandbytes or (own_layers and method.endswith("8bit"))]
-        where = f"on {', '.join(devices)}"
     else:
         where = "on the devices for which transformers supports this method"
     return Finding("quantization", "ok", f"{method}, supported {where}")

@@ -354,8 +354,8 @@ def _require_parts(layer: nn.Module) -> None:
     in_mlp = () if _is_mixture(layer.get_submodule("mlp")) else _MLP
     names = *(f"self_attn.{name}" for name in _PROJECTIONS), *(f"mlp.{name}" for name in in_mlp)
     linears = [layer.get_submodule(name) for name in names]
-    dtype = layer.get_submodule("input_layernorm").weight.dtype
-    if not all(_supports(linear, dtype) for linear in linears):
+    norm: Any = layer.get_submodule("input_layernorm")
+    if not all(_supports(linear, norm.weight.dtype) for linear in linears):
         raise _Unlike
     for part in layer.modules():
         if part._forward_pre_hooks or part._forward_hooks:  # noqa: SLF001 - nn/placement.py adds them
@@ -415,7 +415,7 @@ def _supports(linear: nn.Module, dtype: torch.dtype) -> bool:
 
 def _shape(linear: Any) -> tuple[int, ...]:
     """Return the outputs and inputs of a linear layer. With tensor parallelism, its weight is a share."""
-    return tuple((linear.values if isinstance(linear, QuantizedLinear) else linear.weight).shape)
+    return linear.shape if isinstance(linear, QuantizedLinear) else tuple(linear.weight.shape)
 
 
 def _weighted(module: nn.Module) -> set[str]:
@@ -433,15 +433,15 @@ def _joined(*linears: nn.Module) -> nn.Module:
 
     Raise _Unlike if some of them are quantized, and others are not or are quantized in another way.
     """
-    if any(isinstance(linear, QuantizedLinear) for linear in linears):
-        kinds = {type(linear) for linear in linears}
-        if len(kinds) > 1:
-            raise _Unlike
-        try:
-            return kinds.pop().joined(linears)
-        except ValueError as error:
-            raise _Unlike from error
-    return _joined_plain(cast("Sequence[nn.Linear]", linears))
+    quantized = [linear for linear in linears if isinstance(linear, QuantizedLinear)]
+    if not quantized:
+        return _joined_plain(cast("Sequence[nn.Linear]", linears))
+    if len(quantized) < len(linears):
+        raise _Unlike
+    try:
+        return type(quantized[0]).joined(quantized)
+    except ValueError as error:
+        raise _Unlike from error
 
 
 def _joined_plain(linears: Sequence[nn.Linear]) -> nn.Linear:

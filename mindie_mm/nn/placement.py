@@ -109,8 +109,7 @@ def _move(part: nn.Module, what: str, device: torch.device, dtype: torch.dtype) 
 
 
 def _refuse_quantized(part: nn.Module, what: str) -> None:
-    # bitsandbytes may pack 4-bit weights into a float dtype, for example four weights into one bfloat16.
-    if any(not tensor.is_floating_point() or hasattr(tensor, "quant_state") for tensor in part.parameters()) or any(
+    if any(not tensor.is_floating_point() for tensor in part.parameters()) or any(
         isinstance(layer, QuantizedLinear) for layer in part.modules()
     ):
         raise InputError(

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from mindie_mm.nn.decoder_layer import fuse
 from mindie_mm.nn.paged_batch import Chunk, PagedBatch
 from mindie_mm.nn.paged_cache import KVLayer, PagedCache
 from mindie_mm.settings.config import EngineConfig
-from tests.nn.test_decoder_layer import MODELS, SIZES, WINDOW, text_model
+from tests.nn.test_decoder_layer import MODELS, WINDOW, text_model
 
 CPU = torch.device("cpu")
 INSTRUCTIONS: dict[str, list[Any]] = {
@@ -42,9 +43,12 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gelu": ("Llama", {"hidden_act": "gelu_pytorch_tanh"}),
     "many heads for each key": ("Llama", {"num_attention_heads": 16, "num_key_value_heads": 1}),
 }
+WIDE = {"hidden_size": 128, "num_attention_heads": 8, "intermediate_size": 256}
 WEIGHTS = ("auto", "int8")
-QUANTIZED = ("int8", "groups", "by largest", "constants")
-"""Kinds of quantized weights: with a scale per row or per 64 inputs, and with inputs that are rounded to 8 bits."""
+GROUPS = {"groups of 32": 32, "groups of 128": 128, "4 bits": 0, "4 bits in 32": 32, "4 bits in 64": 64, "codes": 64}
+"""Number of inputs with the same scale and zero point. 0 means all inputs."""
+QUANTIZED = ("int8", *GROUPS, "by largest", "constants")
+"""Kinds of quantized weights. Two of them round inputs to 8 bits."""
 LENGTHS = (1, 11, 33, 5, 8, 2, 70, 9)
 """Numbers of tokens of the sequences of a step, including the new token."""
 
@@ -78,15 +82,26 @@ def quantized(plain: nn.Linear, kind: str) -> CPUQuantizedLinear:
     if kind == "int8":
         return CPUQuantizedLinear.of(plain)
     outputs, inputs = plain.weight.shape
-    groups = plain.weight.detach().float().view(outputs, -1, 64 if kind == "groups" else inputs)
-    scales = groups.abs().amax(2) / 127
-    values = (groups / scales.unsqueeze(2)).round().to(torch.int8).view(outputs, inputs)
-    static = None
+    groups = plain.weight.detach().float().view(outputs, -1, GROUPS.get(kind) or inputs)
+    most = 7 if "4" in kind or kind == "codes" else 127
+    scales = groups.abs().amax(2) / most
+    values = (groups / scales.unsqueeze(2)).round().to(torch.int8)
+    zeros = static = None
+    if kind in GROUPS:
+        zeros = (torch.arange(scales.numel()) % 5).view_as(scales).float()
+        values = (values + zeros.unsqueeze(2)).clamp(-most, most).to(torch.int8)
+    values = values.view(outputs, inputs)
     if kind == "constants":
         zero, step = 3.0, 0.03  # of an input of about the standard normal distribution
         sums = (-zero * values.sum(1)).int()
         static = StaticInput(step, zero, scales.flatten() * step, sums, has_bias=False)
-    return CPUQuantizedLinear(QuantizedWeight(values, scales, None, None, kind != "groups", static), plain.bias)
+    weight = QuantizedWeight(values, scales, zeros, None, kind not in GROUPS, static)
+    if most == 7:
+        weight = weight.packed()
+        assert weight.values.shape == (outputs, inputs // 2)
+    if kind == "codes":
+        weight = replace(weight, zeros=None, codes=torch.randn(16, generator=torch.Generator().manual_seed(0)))
+    return CPUQuantizedLinear(weight, plain.bias)
 
 
 def quantize(model: Any, kind: str) -> None:
@@ -116,7 +131,7 @@ class Steps:
         order = iter(torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)).tolist())
         self.blocks = [[next(order) for _ in range(count)] for count in counts]
         generator = torch.Generator().manual_seed(1)
-        width = SIZES["hidden_size"]
+        width = config.hidden_size
         self.hidden = [torch.randn(n, width, generator=generator).to(model.dtype) for n in LENGTHS]
         if (shared := 2 * block_size) < LENGTHS[2]:
             self.hidden[6][:shared] = self.hidden[2][:shared]
@@ -170,10 +185,11 @@ class Steps:
 ALL = [*range(len(LENGTHS))]
 
 
-@pytest.mark.parametrize("weights", ["auto", "int8", "groups"])
+@pytest.mark.parametrize("weights", ["auto", "int8", "groups of 32", "4 bits"])
 @pytest.mark.parametrize("case", KINDS)
 def test_a_compiled_step_equals_torch(case: str, weights: str, instructions: str) -> None:
     name, settings = KINDS[case]
+    settings = {**settings, **(WIDE if "4 bits" in weights else {})}
     models = (text_model(name, dtype, **settings) for dtype in (torch.float32, torch.bfloat16))
     exact, rounded = (Steps(model, weights=weights) for model in models)
     ours, expected = exact.compiled(ALL), exact.torch(ALL)
@@ -203,7 +219,7 @@ def test_blocks_may_have_any_size(block_size: int, instructions: str) -> None:
 @pytest.mark.parametrize("weights", ["auto", *QUANTIZED])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_row_does_not_depend_on_its_neighbors(dtype: torch.dtype, weights: str, instructions: str) -> None:
-    steps = Steps(text_model("Qwen3", dtype), weights=weights)
+    steps = Steps(text_model("Qwen3", dtype, **WIDE), weights=weights)
     step = steps.step()
     alone = [steps.compiled([row], step)[0] for row in ALL]
     for rows in (ALL, ALL[::-1], *(ALL[:count] for count in range(2, len(ALL))), ALL + ALL[:3]):
@@ -246,7 +262,7 @@ def test_new_keys_and_values_are_stored_as_in_torch(instructions: str) -> None:
     torch.testing.assert_close(ours.cache.memory[0].nan_to_num(), theirs.cache.memory[0], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("width", [192, 208])
+@pytest.mark.parametrize("width", [384, 208])
 @pytest.mark.parametrize("weights", ["float32", "bfloat16", *QUANTIZED])
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_linear_layer_multiplies_few_rows(width: int, weights: str, bias: bool, instructions: str) -> None:
@@ -257,6 +273,8 @@ def test_a_linear_layer_multiplies_few_rows(width: int, weights: str, bias: bool
         if width % 64:
             with pytest.raises(NotCompiled, match="not a multiple of 64"):
                 StepLinear(quantized(linear, "int8"))
+            with pytest.raises(NotCompiled, match="not a multiple of 128"):
+                StepLinear(quantized(linear, "4 bits"))
             return
         linear = quantized(linear, weights)
     else:

@@ -5,12 +5,27 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
+if TYPE_CHECKING:
+    from bitsandbytes.functional import QuantState
+
 Weights = dict[str, torch.Tensor]
+
+
+def dequantized(numbers: torch.Tensor, state: QuantState) -> torch.Tensor:
+    """Return a weight of 4 bits. On the CPU, bitsandbytes' own function is wrong if blocks extend over two rows."""
+    from bitsandbytes import functional  # two seconds
+
+    packed = numbers.view(torch.uint8).flatten().long()
+    values = state.code[torch.stack([packed >> 4, packed & 15], 1).flatten()]
+    scales = state.absmax
+    if state.nested:
+        scales = functional.dequantize_blockwise(scales, state.state2) + state.offset
+    return (values * scales.repeat_interleave(state.blocksize)[: len(values)]).view(state.shape)
 
 
 def pack(folder: Path, settings: Mapping[str, Any], is_packed: Callable[[str, torch.Tensor], bool]) -> Weights:
@@ -19,7 +34,7 @@ def pack(folder: Path, settings: Mapping[str, Any], is_packed: Callable[[str, to
     Returns:
         All weights as ordinary numbers. Quantized weights are returned as they are after rounding.
     """
-    from bitsandbytes import functional  # two seconds
+    from bitsandbytes import functional
 
     stored: Weights = {}
     plain: Weights = {}
@@ -41,7 +56,7 @@ def pack(folder: Path, settings: Mapping[str, Any], is_packed: Callable[[str, to
             )
             stored[name] = numbers
             stored |= {f"{name}.{part}": value for part, value in state.as_dict(packed=True).items()}
-            plain[name] = functional.dequantize_4bit(numbers, state)
+            plain[name] = dequantized(numbers, state)
     save_file({name: weight.contiguous() for name, weight in stored.items()}, folder / "model.safetensors")
     file = folder / "config.json"
     config = json.loads(file.read_text()) | {"quantization_config": {"quant_method": "bitsandbytes", **settings}}

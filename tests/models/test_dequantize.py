@@ -266,7 +266,7 @@ def test_a_method_of_transformers_is_refused_by_families_with_their_own_layers(f
     shutil.copytree(GOLDEN / family, folder := tmp_path / "packed")
     (folder / "hf_quant_config.json").write_text('{"quantization": {}}')
     (folder / "model.safetensors").write_bytes(b"not read")
-    with pytest.raises(UnsupportedCheckpoint, match="support only unquantized weights"):
+    with pytest.raises(UnsupportedCheckpoint, match="only transformers' layers support"):
         load_model(folder, device="cpu")
 
 

@@ -19,7 +19,7 @@ from mindie_mm.device.cpu import cpu_attention
 from mindie_mm.device.cpu.cpu_kernels import CPUKernels
 from mindie_mm.device.cpu.cpu_layers import lighten
 from mindie_mm.device.cpu.cpu_quantized import CPUQuantizedLinear
-from mindie_mm.device.cpu.decode_step import GROUP, MOST_ROWS, NotCompiled, StepLinear, instructions
+from mindie_mm.device.cpu.decode_step import GROUP, MOST_ROWS, NIBBLES, NotCompiled, StepLinear, instructions
 from mindie_mm.device.cpu.onednn_linear import use_onednn
 from mindie_mm.device.cpu.step_memory import allocated_peak_bytes, computed_peak_bytes
 from mindie_mm.device.cpu.weight_pages import drop_unused_pages
@@ -85,7 +85,7 @@ class CPU(Device):
         return CPUQuantizedLinear.of(linear)
 
     def quantized_linear(self, weight: QuantizedWeight, bias: torch.nn.Parameter | None) -> torch.nn.Module:
-        return CPUQuantizedLinear(weight, bias)
+        return CPUQuantizedLinear(weight.packed() if weight.shape[1] % NIBBLES == 0 else weight, bias)
 
     def prepare(self, module: torch.nn.Module) -> None:
         host_memory.keep_freed()

@@ -3,9 +3,9 @@
  * decode_step.py calls this library with ctypes, and describes the structures. The library is compiled once for each
  * instruction set (setup.py). All of them come from this source, in GCC's vector extensions.
  *
- * Weights are rows of numbers in float32, bfloat16, or int8 with a scale for each group of inputs. Activations are
- * float32, and rounded to 8 bits where a layer needs it. Each output is summed in an order that depends only on the
- * width of its row, so the result of a sequence does not depend on the other sequences of the step.
+ * Weights are rows of numbers in float32, bfloat16, or integers of 8 or 4 bits with scales. Activations are float32, and
+ * rounded to 8 bits where a layer needs it. Each output is summed in an order that depends only on the width of its row,
+ * so the result of a sequence does not depend on the other sequences of the step.
  */
 
 #include <float.h>
@@ -35,8 +35,8 @@ typedef uint16_t stored_halves __attribute__((vector_size(2 * LANES), aligned(1)
 
 #define INLINE static inline __attribute__((always_inline))
 
-/* Formats of numbers. A number has 4 >> format bytes. */
-enum { FLOAT32, BFLOAT16, INT8 };
+/* Formats of numbers. A number has 32 >> format bits. UINT4 has the first of two numbers in the low bits. */
+enum { FLOAT32, BFLOAT16, INT8, UINT4 };
 enum { SILU, GELU_TANH };
 /* How a layer rounds its input: not at all, by the largest value of each row, or by constants from calibration. */
 enum { NONE, BY_LARGEST, CONSTANTS };
@@ -48,16 +48,17 @@ enum { NONE, BY_LARGEST, CONSTANTS };
 /* Number of tokens whose scores are computed at a time. */
 #define TILE_TOKENS 64
 
-/* A linear layer, [outputs, inputs]. `inputs` is a multiple of 16. If the format is INT8, `group` divides it, and is a
- * multiple of 64. */
+/* A linear layer, [outputs, inputs]. An integer n is the weight n * scale + shift, or codes[n] * scale. `inputs` is a
+ * multiple of 16, in INT8 of 64 and in UINT4 of 128. `group` divides this multiple, or this multiple divides `group`. */
 struct matrix {
     const void *weights;
-    const float *scales; /* of INT8, [outputs, inputs / group] */
-    const float *bias;   /* or NULL */
+    const float *scales, *shifts; /* of integers, [outputs, inputs / group]; no shifts in INT8 mean 0 */
+    const float *codes;           /* of UINT4, [16], or NULL */
+    const float *bias;            /* or NULL */
     int64_t outputs, inputs;
     int64_t stride; /* distance between two rows */
     int64_t format;
-    int64_t group;    /* number of consecutive inputs with the same scale */
+    int64_t group;    /* number of consecutive inputs with the same scale and shift */
     int64_t rounding; /* of the input to 8 bits */
     float input_step, input_zero; /* of rounding by CONSTANTS: distance of two values, and the integer that is 0 */
 };
@@ -100,7 +101,7 @@ INLINE vector broadcast(float value) { return value - (vector){0}; } /* and not 
 
 /* Return the address of the number at `place` in an array. */
 INLINE const void *address(const void *numbers, int64_t place, int64_t format) {
-    return (const char *)numbers + place * (4 >> format);
+    return (const char *)numbers + (place * 4 >> format);
 }
 
 /* Return numbers in float32 or bfloat16. */
@@ -133,16 +134,35 @@ INLINE void store(void *numbers, int64_t place, vector values, int64_t format) {
     *(stored_halves *)target = __builtin_convertvector(rounded, stored_halves);
 }
 
-/* Return the sum of all lanes. Each round adds the second half of the remaining lanes to the first. */
-INLINE float sum_lanes(vector values) {
-    integers lanes;
+/* Return the number of each lane. */
+INLINE integers lanes(void) {
+    integers numbers;
 #pragma GCC unroll 16
     for (int lane = 0; lane < LANES; lane++)
-        lanes[lane] = lane;
+        numbers[lane] = lane;
+    return numbers;
+}
+
+/* Return the sum of all lanes. Each round adds the second half of the remaining lanes to the first. */
+INLINE float sum_lanes(vector values) {
 #pragma GCC unroll 4
     for (int width = LANES / 2; width > 0; width /= 2)
-        values += __builtin_shuffle(values, (lanes + width) & (LANES - 1));
+        values += __builtin_shuffle(values, (lanes() + width) & (LANES - 1));
     return values[0];
+}
+
+/* Return the entries of a table of 16 floats at `places`. */
+INLINE vector look_up(const float *table, integers places) {
+#if LANES == 16
+    return __builtin_shuffle(load_floats(table), places);
+#elif LANES == 8
+    return __builtin_shuffle(load_floats(table), load_floats(table + 8), places);
+#else
+    vector found;
+    for (int lane = 0; lane < LANES; lane++)
+        found[lane] = table[places[lane]];
+    return found;
+#endif
 }
 
 /* Return e^x, correct to about two units in the last place. Results below 10^-38 and above 10^38 are limited. */
@@ -190,7 +210,7 @@ static int64_t numbers_per_word(const struct matrix *m) {
 /* Move the numbers of the input to where `unpack` needs them: each vector of words has one number of each word. */
 static void arrange(float *input, const struct matrix *m) {
     const int64_t parts = numbers_per_word(m);
-    float old[4 * LANES];
+    float old[8 * LANES];
     for (float *group = input; parts > 1 && group < input + m->inputs; group += parts * LANES) {
         memcpy(old, group, sizeof(float) * parts * LANES);
         for (int64_t i = 0; i < parts * LANES; i++)
@@ -198,40 +218,50 @@ static void arrange(float *input, const struct matrix *m) {
     }
 }
 
-/* Return one number of each word of a vector at `place`. The last three arguments are constants. */
-INLINE vector unpack(const void *numbers, int64_t place, const int format, const int parts, const int part) {
-    if (parts == 1)
-        return load(numbers, place, format);
-    words packed = *(const stored_words *)address(numbers, place, format);
-    if (format == BFLOAT16)
-        return (vector)(part == 0 ? packed << 16 : packed & 0xffff0000);
-    return __builtin_convertvector((integers)(packed << (24 - 8 * part)) >> 24, vector);
-}
-
-/* How `multiply_tile` reads weights and scales; a constant wherever it is used. `scales` is the number of scales of a
- * row: none, one for the output, or several for groups of inputs. */
+/* How a product reads weights: a constant wherever it is used. */
 struct reading {
     int format, parts;
-    enum { NO_SCALE, ROW_SCALE, GROUP_SCALES } scales;
+    bool has_groups; /* whether a row has several scales, or shifts */
+    bool has_codes;
 };
+
+/* Return one number of each word of a vector at `place`. */
+INLINE vector unpack(const struct matrix *m, int64_t place, const struct reading as, const int part) {
+    if (as.parts == 1)
+        return load(m->weights, place, as.format);
+    words packed = *(const stored_words *)address(m->weights, place, as.format);
+    if (as.format == BFLOAT16)
+        return (vector)(part == 0 ? packed << 16 : packed & 0xffff0000);
+    if (as.format == INT8)
+        return __builtin_convertvector((integers)(packed << (24 - 8 * part)) >> 24, vector);
+    integers numbers = (integers)(packed >> (4 * part) & 15);
+    return as.has_codes ? look_up(m->codes, numbers) : __builtin_convertvector(numbers, vector);
+}
 
 /* Multiply `tile` rows of weights, from `first` on, by `batch` rows of input. The last three are constants. */
 INLINE void multiply_tile(
     const struct product *p, int64_t first, const int tile, const struct reading as, const int batch) {
     const struct matrix *m = p->matrix;
-    const int64_t group = as.scales == GROUP_SCALES ? m->group : m->inputs;
-    const float *scales = as.scales == NO_SCALE ? NULL : m->scales + first * (m->inputs / group);
-    vector sums[8][GROUP] = {0}, weights[8];
-    for (int64_t start = 0; start < m->inputs; start += group, scales++)
-        for (int64_t k = start; k < start + group; k += as.parts * LANES)
-#pragma GCC unroll 4
+    const int chunk = as.parts * LANES; /* numbers that are read at a time */
+    const int64_t group = as.has_groups ? m->group : m->inputs, span = group < chunk ? chunk : group;
+    const integers group_of = group < chunk ? lanes() / (int32_t)(group / as.parts) : (integers){0};
+    vector sums[8][GROUP] = {0}, weights[8], scales[8], shifts[8];
+    for (int64_t start = 0; start < m->inputs; start += span) {
+        for (int row = 0; as.has_groups && row < tile; row++) {
+            int64_t place = ((first + row) * m->inputs + start) / group;
+            scales[row] = __builtin_shuffle(load_floats(m->scales + place), group_of);
+            if (!as.has_codes)
+                shifts[row] = __builtin_shuffle(load_floats(m->shifts + place), group_of);
+        }
+        for (int64_t k = start; k < start + span; k += chunk)
+#pragma GCC unroll 8
             for (int part = 0; part < as.parts; part++) {
 #pragma GCC unroll 8
                 for (int row = 0; row < tile; row++) {
                     int64_t place = (first + row) * m->stride + k;
-                    weights[row] = unpack(m->weights, place, as.format, as.parts, part);
-                    if (as.scales == GROUP_SCALES)
-                        weights[row] *= scales[row * (m->inputs / group)];
+                    weights[row] = unpack(m, place, as, part);
+                    if (as.has_groups)
+                        weights[row] = weights[row] * scales[row] + (as.has_codes ? broadcast(0) : shifts[row]);
                     if (part == 0) /* of the next tile */
                         __builtin_prefetch(address(m->weights, place + tile * m->stride, as.format));
                 }
@@ -243,13 +273,14 @@ INLINE void multiply_tile(
                         sums[row][b] += weights[row] * input;
                 }
             }
+    }
 #pragma GCC unroll 8
     for (int row = 0; row < tile; row++)
 #pragma GCC unroll 8
         for (int b = 0; b < batch; b++) {
             float *output = p->output + b * p->output_stride + first + row;
             float sum = sum_lanes(sums[row][b]);
-            if (as.scales == ROW_SCALE)
+            if (as.format == INT8 && !as.has_groups)
                 sum *= m->scales[first + row];
             if (m->bias != NULL)
                 sum += m->bias[first + row];
@@ -276,18 +307,23 @@ INLINE void multiply_tiles(
 /* Compute the outputs [first, last) of all rows of a product. */
 static void multiply_rows(const struct product *p, int64_t first, int64_t last) {
     const struct matrix *m = p->matrix;
-    const struct reading floats = {FLOAT32, 1}, pairs = {BFLOAT16, 2}, halves = {BFLOAT16, 1};
-    const struct reading bytes = {INT8, 4, ROW_SCALE}, groups = {INT8, 4, GROUP_SCALES};
+    const struct reading floats = {FLOAT32, 1}, pairs = {BFLOAT16, 2}, halves = {BFLOAT16, 1}, bytes = {INT8, 4};
+    const struct reading groups = {INT8, 4, true}, quarters = {UINT4, 8, true}, codes = {UINT4, 8, true, true};
+#define USE(reading) WITH_CONSTANT_ROWS(p->rows, multiply_tiles, p, first, last, reading)
     if (m->format == FLOAT32) {
-        WITH_CONSTANT_ROWS(p->rows, multiply_tiles, p, first, last, floats)
+        USE(floats)
     } else if (m->format == BFLOAT16 && numbers_per_word(m) == 2) {
-        WITH_CONSTANT_ROWS(p->rows, multiply_tiles, p, first, last, pairs)
+        USE(pairs)
     } else if (m->format == BFLOAT16) {
-        WITH_CONSTANT_ROWS(p->rows, multiply_tiles, p, first, last, halves)
-    } else if (m->group == m->inputs) {
-        WITH_CONSTANT_ROWS(p->rows, multiply_tiles, p, first, last, bytes)
+        USE(halves)
+    } else if (m->format == INT8 && m->shifts == NULL) {
+        USE(bytes)
+    } else if (m->format == INT8) {
+        USE(groups)
+    } else if (m->codes == NULL) {
+        USE(quarters)
     } else {
-        WITH_CONSTANT_ROWS(p->rows, multiply_tiles, p, first, last, groups)
+        USE(codes)
     }
 }
 
@@ -469,7 +505,8 @@ static void attend_queries(
         t.tokens = least(least(b->block_size - token % b->block_size, length - token), TILE_TOKENS);
         t.values = address(b->cache, place + b->cache_stride, b->cache_format);
         const void *weights = address(b->cache, place, b->cache_format);
-        struct matrix keys = {weights, NULL, NULL, t.tokens, head_dim, stride, b->cache_format};
+        struct matrix keys = {
+            .weights = weights, .outputs = t.tokens, .inputs = head_dim, .stride = stride, .format = b->cache_format};
         struct product scores = {&keys, query, t.scores[0], queries, head_dim, TILE_TOKENS};
         fetch(t.values, &keys);
         multiply_rows(&scores, 0, t.tokens);

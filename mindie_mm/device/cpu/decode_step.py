@@ -29,9 +29,13 @@ GROUP = 8
 """Number of rows that are multiplied at a time. More rows read the weights again."""
 _MULTIPLE = 16
 """Number that divides the widths of compiled layers: the floats in the largest vector."""
-_INT8_MULTIPLE = 64
-"""Number that divides the groups of inputs of layers with int8 weights: the bytes in the largest vector."""
-_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+NIBBLES = 128
+"""Number of values of 4 bits in the largest vector. It divides the inputs of layers with such weights."""
+_INTEGERS_READ = {torch.int8: 64, torch.uint8: NIBBLES}
+_PADDING = 16
+"""Number of floats after the scales and shifts of a weight that may be read."""
+_FORMATS = {torch.float32: 0, torch.bfloat16: 1}
+_INTEGER_FORMATS = {torch.int8: 2, torch.uint8: 3}
 _NONE, _BY_LARGEST, _CONSTANTS = range(3)
 """How a layer rounds its input, as in decode_step.c."""
 _ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (silu, lambda values: gelu(values, approximate="tanh"))
@@ -74,7 +78,7 @@ class StepLayer:
 
 class _Matrix(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("weights", "scales", "bias")),
+        *((name, ctypes.c_void_p) for name in ("weights", "scales", "shifts", "codes", "bias")),
         *((name, ctypes.c_int64) for name in ("outputs", "inputs", "stride", "format", "group", "rounding")),
         *((name, ctypes.c_float) for name in ("input_step", "input_zero")),
     )
@@ -333,11 +337,18 @@ def _matrix(linear: nn.Module, kept: list[Tensor]) -> _Matrix:
 
 
 def _quantized_matrix(linear: CPUQuantizedLinear, kept: list[Tensor]) -> _Matrix:
-    if linear.zeros is not None or linear.group_of is not None:
-        raise NotCompiled("a quantized weight has zero points of 8 bits, or groups of inputs that are not consecutive")
-    outputs, inputs = linear.values.shape
-    group = inputs // linear.scales.shape[1]
-    _require_width("a group of inputs with the same scale", group, _INT8_MULTIPLE)
+    (outputs, inputs), groups = linear.shape, linear.scales.shape[1]
+    group, read = inputs // groups, _INTEGERS_READ[linear.values.dtype]
+    if linear.group_of is not None:
+        raise NotCompiled("the groups of inputs of a quantized weight are not consecutive")
+    _require_width("the input of a quantized layer", inputs, read)
+    if group % read and (read % group or group % 8):
+        raise NotCompiled(
+            f"a quantized weight has groups of {group} inputs; the size must divide {read} or be a multiple of it"
+        )
+    shifts = None
+    if groups > 1 or linear.zeros is not None or linear.values.dtype == torch.uint8:
+        shifts = torch.zeros_like(linear.scales) if linear.zeros is None else -linear.zeros * linear.scales
     bias = None if linear.bias is None else linear.bias.detach().float()
     if linear.input_scale is not None:
         assert linear.sum_bias is not None
@@ -347,17 +358,23 @@ def _quantized_matrix(linear: CPUQuantizedLinear, kept: list[Tensor]) -> _Matrix
         bias = constant if bias is None else bias + constant
     return _Matrix(
         weights=_address(linear.values, kept),
-        scales=_address(linear.scales, kept),
+        scales=_padded(linear.scales, kept),
+        shifts=None if shifts is None else _padded(shifts, kept),
+        codes=None if linear.codes is None else _address(linear.codes, kept),
         bias=None if bias is None else _address(bias, kept),
         outputs=outputs,
         inputs=inputs,
         stride=inputs,
-        format=_FORMATS[torch.int8],
+        format=_INTEGER_FORMATS[linear.values.dtype],
         group=group,
         rounding=_NONE if not linear.rounds_input else _BY_LARGEST if linear.input_scale is None else _CONSTANTS,
         input_step=linear.input_scale or 0.0,
         input_zero=linear.input_offset,
     )
+
+
+def _padded(values: Tensor, kept: list[Tensor]) -> int:
+    return _address(nn.functional.pad(values.flatten(), (0, _PADDING)), kept)
 
 
 def _require_width(name: str, width: int, multiple: int = _MULTIPLE) -> None:

@@ -59,7 +59,6 @@ class NPU(Device):
     is_asynchronous: ClassVar[bool] = True
     records: ClassVar[bool] = True
     kernels: ClassVar[Kernels] = NPUKernels()
-    has_bitsandbytes: ClassVar[bool] = False
 
     @classmethod
     def count(cls) -> int:
@@ -150,7 +149,7 @@ class NPU(Device):
         return npu_graphs.record(work)
 
     def quantized_linear(self, weight: QuantizedWeight, bias: torch.nn.Parameter | None) -> torch.nn.Module:
-        return NPUQuantizedLinear(weight.to(self.torch_device), bias)
+        return NPUQuantizedLinear(weight.to(self.torch_device), bias)  # its operators read int8
 
     def prepare(self, module: torch.nn.Module) -> None:
         npu_layers.fuse(module)

@@ -18,7 +18,7 @@ from mindie_mm.nn.weights.formats import Format, PackedWeight, format_of, packed
 from mindie_mm.nn.weights.loading import counted
 from mindie_mm.nn.weights.placing import Placing, dequantized
 from mindie_mm.nn.weights.pretrained import check_shapes, check_weights, read_config
-from mindie_mm.nn.weights.quantized import check_method, check_own_layers, is_quantized, refuse_quantized
+from mindie_mm.nn.weights.quantized import check_method, is_quantized, refuse_quantized
 from mindie_mm.nn.weights.shards import weight_files
 from mindie_mm.nn.weights.shares import refuse_shares
 from mindie_mm.nn.weights.stored_tensors import check_stored, read_weights, require_floats
@@ -45,9 +45,9 @@ def build(
             supported.
 
     """
-    packing = format_of(checkpoint, own_layers=True)
-    if scaling(checkpoint) is None and format_of(checkpoint) is None:
-        check_own_layers(checkpoint, device)
+    packing = format_of(checkpoint)
+    if scaling(checkpoint) is None and packing is None:
+        refuse_quantized(checkpoint)
     refuse_shares(checkpoint)
     with torch.device("meta"):
         module = make()

@@ -6,6 +6,7 @@ have no weights at all.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 
 from mindie_mm.device import Device
 from mindie_mm.nn.weights.formats import Format, PackedWeight
+
+_log = logging.getLogger(__name__)
 
 
 class Placing:
@@ -77,10 +80,19 @@ class Placing:
             else:
                 layer.register_buffer("bias", added, persistent=False)
                 layer.register_forward_hook(_add_bias)
+        layers: list[Any] = []
         while self._weights:
             path, weight = self._weights.popitem()
             plain: Any = model.get_submodule(path)
-            model.set_submodule(path, weight.layer(plain, self._device))
+            layers.append(weight.layer(plain, self._device))
+            model.set_submodule(path, layers[-1])
+        if layers:
+            _log.info(
+                "%d linear layers have quantized weights, %.1f MiB; %d of them round their input to 8 bits",
+                len(layers),
+                sum(layer.values.nbytes + layer.scales.nbytes for layer in layers) / 2**20,
+                sum(layer.rounds_input for layer in layers),
+            )
 
 
 def _add_bias(norm: Any, _: Any, normed: Tensor) -> Tensor:

@@ -34,7 +34,6 @@ from mindie_mm.nn.paged_batch import Chunk, PagedBatch, top_position
 from mindie_mm.nn.paged_cache import KVLayer, Layer, PagedCache, SharedLayer
 from mindie_mm.nn.weights.dequantize import must_dequantize, read_dequantized
 from mindie_mm.nn.weights.formats import format_of, read_packed
-from mindie_mm.nn.weights.formats.bitsandbytes import avoid_cpu_kernel
 from mindie_mm.nn.weights.placing import Placing, with_packed
 from mindie_mm.nn.weights.quantized import check_quantization, is_quantized, quantization, try_layers
 from mindie_mm.nn.weights.shards import weight_files
@@ -359,7 +358,6 @@ def _load(
     module.requires_grad_(False).eval()
     if settings is not None:
         _cast_plain_weights(module, dtype)
-        avoid_cpu_kernel(module)
         try_layers(checkpoint, module, device, dtype)
     if num_shares() > 1:
         localize(module)
@@ -408,7 +406,7 @@ def _cast_plain_weights(module: Any, dtype: torch.dtype) -> None:
     if dtype == torch.float16:
         kept |= set(module._keep_in_fp32_modules or ())  # noqa: SLF001
     for name, weight in module.named_parameters():
-        if name.endswith("weight") and weight.dtype in PLAIN and not hasattr(weight, "quant_state"):
+        if name.endswith("weight") and weight.dtype in PLAIN:
             weight.data = weight.data.to(torch.float32 if kept.intersection(name.split(".")) else dtype)
 
 

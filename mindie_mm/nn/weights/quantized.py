@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,11 +14,6 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 
 _DESCRIPTION = "quant_model_description"
 _TEXT_MODELS = ("text_config", "language_config", "llm_config")
-_PACKAGES: Mapping[str, Mapping[str, str]] = {
-    "bitsandbytes_4bit": {"bitsandbytes": "bitsandbytes>=0.50"},
-    "bitsandbytes_8bit": {"bitsandbytes": "bitsandbytes>=0.50"},
-}
-"""Modules that each method needs, with their pip requirements. transformers itself checks other methods."""
 _INSTEAD = "Alternatively, use the unquantized checkpoint, or one in a format that docs/families.md lists"
 
 
@@ -112,12 +105,6 @@ def check_quantization(checkpoint: Checkpoint, device: Device) -> None:
 
     method = method_of(settings)
     refused = f"{checkpoint.path} is quantized with {method!r}, which cannot run here"
-    if method.startswith("bitsandbytes") and not device.has_bitsandbytes:
-        raise UnsupportedCheckpoint(
-            f"{refused}: bitsandbytes has no operators for the device {device.name}. Use the unquantized "
-            "checkpoint, or another device"
-        )
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # its layers warn at every call
     try:
         quantizer = AutoHfQuantizer.from_config(dict(settings), pre_quantized=True)
         quantizer.validate_environment(device_map={"": device.torch_device}, weights_only=True)
@@ -126,31 +113,18 @@ def check_quantization(checkpoint: Checkpoint, device: Device) -> None:
 
 
 def check_method(checkpoint: Checkpoint) -> None:
-    """Raise UnsupportedCheckpoint if transformers does not support the quantization method, or a package is missing."""
+    """Raise UnsupportedCheckpoint if transformers does not support the quantization method."""
     if (settings := quantization(checkpoint)) is None:
         return
     # Imported late, as above. This module does not import torch, which `mindie-mm doctor` avoids.
     from transformers.utils.quantization_config import QuantizationMethod
 
     method, known = method_of(settings), [one.value for one in QuantizationMethod]
-    if method.removesuffix("_4bit").removesuffix("_8bit") not in known:
+    if method not in known:
         raise UnsupportedCheckpoint(
             f"{checkpoint.path} is quantized with {method!r}, which transformers does not support; it supports "
             f"{', '.join(sorted(known))}. {_INSTEAD}"
         )
-    if packages := missing_packages(method):
-        wanted = " ".join(f"'{package}'" for package in packages)
-        raise UnsupportedCheckpoint(
-            f"{checkpoint.path} is quantized with {method!r}, which cannot run here: a package is missing (pip "
-            f"install {wanted}). {_INSTEAD}"
-        )
-
-
-def missing_packages(method: str) -> list[str]:
-    """Return the pip requirements of a method that are not installed."""
-    return [
-        package for module, package in _PACKAGES.get(method, {}).items() if importlib.util.find_spec(module) is None
-    ]
 
 
 def try_layers(checkpoint: Checkpoint, module: nn.Module, device: Device, dtype: torch.dtype) -> None:
@@ -181,25 +155,11 @@ def try_layers(checkpoint: Checkpoint, module: nn.Module, device: Device, dtype:
             ) from error
 
 
-def check_own_layers(checkpoint: Checkpoint, device: Device) -> None:
-    """Raise UnsupportedCheckpoint if layers other than transformers' own cannot use the quantized weights."""
-    refuse_quantized(checkpoint)
-    settings = quantization(checkpoint)
-    if settings is not None and method_of(settings) == "bitsandbytes_4bit":  # 8 bits need no package
-        check_quantization(checkpoint, device)
-
-
 def refuse_quantized(checkpoint: Checkpoint) -> None:
     """Raise UnsupportedCheckpoint if only transformers' layers can run the quantization method."""
     if (settings := quantization(checkpoint)) is None:
         return
-    method = method_of(settings)
-    if not method.startswith("bitsandbytes"):
-        raise UnsupportedCheckpoint(
-            f"{checkpoint.path} is quantized with {method!r}; this family implements its own layers, which support "
-            "only unquantized weights and weights quantized with bitsandbytes. Use the unquantized checkpoint"
-        )
-    if settings.get("llm_int8_has_fp16_weight"):
-        raise UnsupportedCheckpoint(
-            f"{checkpoint.path} sets llm_int8_has_fp16_weight, which is for training only; set this key to false"
-        )
+    raise UnsupportedCheckpoint(
+        f"{checkpoint.path} is quantized with {method_of(settings)!r}, which only transformers' layers support; this "
+        f"family implements its own layers. {_INSTEAD}"
+    )

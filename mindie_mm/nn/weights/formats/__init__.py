@@ -24,21 +24,14 @@ _FORMATS: Mapping[str, type[Format]] = {
     "compressed-tensors": CompressedTensors,
     "gptq": GPTQ,
     "awq": AWQ,
-}
-"""Formats by the name of the quantization method."""
-_FORMATS_OF_OWN_LAYERS: Mapping[str, type[Format]] = {
     "bitsandbytes_4bit": BitsAndBytes,
     "bitsandbytes_8bit": BitsAndBytes,
 }
-"""Further formats for models whose layers mindie_mm implements. transformers reads them into its own layers."""
+"""Formats by the name of the quantization method."""
 
 
-def format_of(checkpoint: Checkpoint, *, own_layers: bool = False) -> Format | None:
+def format_of(checkpoint: Checkpoint) -> Format | None:
     """Return the format of a checkpoint's quantized weights, or None if they are plain or have another format.
-
-    Args:
-        checkpoint: Where the weights are.
-        own_layers: Whether the model's layers are implemented here instead of in transformers.
 
     Raises:
         UnsupportedCheckpoint: The settings of the format are not supported.
@@ -46,8 +39,7 @@ def format_of(checkpoint: Checkpoint, *, own_layers: bool = False) -> Format | N
     """
     if (settings := quantization(checkpoint)) is None:
         return None
-    known = {**_FORMATS, **_FORMATS_OF_OWN_LAYERS} if own_layers else _FORMATS
-    if (kind := known.get(method_of(settings))) is None:
+    if (kind := _FORMATS.get(method_of(settings))) is None:
         return None
     try:
         return kind.of(settings)

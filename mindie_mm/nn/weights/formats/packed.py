@@ -38,7 +38,7 @@ class IntegerWeight(PackedWeight):
     """A weight of a format that `QuantizedWeight` describes."""
 
     def __init__(self, weight: QuantizedWeight) -> None:
-        self._weight = weight = weight.without_zeros()
+        self._weight = weight
         self.shape = weight.shape
         self.has_bias = weight.has_bias
 
@@ -92,8 +92,8 @@ class Format(ABC):
         return False
 
     @abstractmethod
-    def weight(self, name: str, parts: Mapping[str, Tensor]) -> PackedWeight:
-        """Return a packed weight. Raise ValueError if a tensor is wrong.
+    def weight(self, name: str, parts: Mapping[str, Tensor]) -> PackedWeight | Tensor:
+        """Return a packed weight, or a plain weight of this value. Raise ValueError if a tensor is wrong.
 
         Args:
             name: Name of the weight.
