@@ -38,7 +38,6 @@ _LATE_NORMS = ("query_layernorm", "key_layernorm")
 _MLP = frozenset({"gate_proj", "up_proj", "down_proj"})
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-2, torch.bfloat16: 5e-2}
 """Largest accepted difference of a trial, by dtype."""
-_CPU_DTYPES = (torch.float32, torch.bfloat16)
 _TRANSPOSED = "transposed"
 """Attribute of a plain linear layer, a view of its weight. `F.linear` would create the view with three operators.
 
@@ -222,12 +221,13 @@ class FusedOperatorLayer(DecoderLayer):
 
     def __init__(self, layer: Any, call: _Call, *, scales_angles: bool) -> None:
         super().__init__(layer, call)
-        self.kernels = kernels_of(layer.self_attn.q_proj.weight.device)
+        like = _reference(layer)
+        self.kernels = kernels_of(like.device)
         self.widths = [count * self.head_dim for count in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
         self.head_norms = [_norm(norm) for norm in _head_norms(layer)]
         # Fused operators require cosines in [-1, 1], but YaRN scales cosines.
         self.rotate = (Kernels() if scales_angles else self.kernels).rotate
-        self.is_swiglu = self.mixture is None and is_silu(self.activation, layer.self_attn.q_proj.weight)
+        self.is_swiglu = self.mixture is None and is_silu(self.activation, like)
 
     def angles(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         return cos[0], sin[0]
@@ -258,8 +258,8 @@ class FusedOperatorLayer(DecoderLayer):
 def fuse(module: nn.Module) -> int:
     """Replace the layers of `module` that `DecoderLayer` can replace. Return their number.
 
-    Layers are replaced if they use `attention.attend` and compute in float32 or bfloat16 on the CPU, or with plain
-    weights in any of `TOLERANCES` on a device with fused operators.
+    Layers are replaced if they use `attention.attend` and compute in float32 or bfloat16 on the CPU, or in any of
+    `TOLERANCES` on a device with fused operators.
     """
     from transformers import AttentionInterface  # imported late: takes seconds, and not every process has a model
 
@@ -286,10 +286,9 @@ def fuse(module: nn.Module) -> int:
 
 def _replacement(layer: Any, calls: list[_Call], *, scales_angles: bool) -> DecoderLayer:
     """Return the replacement of a layer after a trial. Raise _Unlike if the results differ."""
-    query = layer.self_attn.q_proj
-    weight = layer.input_layernorm.weight if isinstance(query, QuantizedLinear) else query.weight
+    weight = _reference(layer)
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(1, _TOKENS, _shape(query)[1], generator=generator).to(weight)
+    hidden = torch.randn(1, _TOKENS, _shape(layer.self_attn.q_proj)[1], generator=generator).to(weight)
     angles = torch.randn(2, 1, _TOKENS, layer.self_attn.head_dim // 2, generator=generator).repeat(1, 1, 1, 2)
     arguments: dict[str, Any] = {
         "position_embeddings": (angles[0].cos().to(weight), angles[1].sin().to(weight)),
@@ -354,8 +353,7 @@ def _require_parts(layer: nn.Module) -> None:
     in_mlp = () if _is_mixture(layer.get_submodule("mlp")) else _MLP
     names = *(f"self_attn.{name}" for name in _PROJECTIONS), *(f"mlp.{name}" for name in in_mlp)
     linears = [layer.get_submodule(name) for name in names]
-    norm: Any = layer.get_submodule("input_layernorm")
-    if not all(_supports(linear, norm.weight.dtype) for linear in linears):
+    if not _supports(_reference(layer)) or any(not _is_linear(linear) for linear in linears):
         raise _Unlike
     for part in layer.modules():
         if part._forward_pre_hooks or part._forward_hooks:  # noqa: SLF001 - nn/placement.py adds them
@@ -402,15 +400,21 @@ def _is_shared(linear: Any) -> bool:
     return is_theirs and kernels_of(linear.weight.device).has_layers
 
 
-def _supports(linear: nn.Module, dtype: torch.dtype) -> bool:
-    """Return whether a layer of a model that computes in `dtype` can be part of a replacement."""
-    if isinstance(linear, QuantizedLinear):
-        return linear.values.device.type == "cpu" and dtype in _CPU_DTYPES
-    if type(linear) is not nn.Linear:
-        return False
-    if (weight := linear.weight).device.type == "cpu":
-        return weight.dtype in _CPU_DTYPES
-    return kernels_of(weight.device).has_layers and weight.dtype in TOLERANCES
+def _supports(like: Tensor) -> bool:
+    if like.device.type == "cpu":
+        return like.dtype in (torch.float32, torch.bfloat16)
+    return kernels_of(like.device).has_layers and like.dtype in TOLERANCES
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear or isinstance(module, QuantizedLinear)
+
+
+def _reference(layer: Any) -> Tensor:
+    """Return a weight of the dtype in which a layer computes, on its device."""
+    query = layer.self_attn.q_proj
+    weight: Tensor = layer.input_layernorm.weight if isinstance(query, QuantizedLinear) else query.weight
+    return weight
 
 
 def _shape(linear: Any) -> tuple[int, ...]:

@@ -96,16 +96,19 @@ def test_a_missing_or_wrong_operator_is_logged_and_replaced_by_plain_torch(setti
     assert all(words in line for line in lines)
 
 
-def served(path: str, dtype: str) -> list:
-    """Return the logits of a checkpoint on the NPU, and the operators of a layer."""
+def served(path: str, dtype: str, is_joined: bool) -> list:
+    """Return the logits of a checkpoint on the NPU, and the operators that multiply integers."""
     import torch_npu  # noqa: F401
 
     from mindie_mm.models import load_model
+    from mindie_mm.nn.decoder_layer import DecoderLayer
 
     model = load_model(path, device="npu", dtype=dtype)
+    model.logits(torch.arange(10, 40))  # also runs the trials of the operators
     with Recorder() as recorder:
         logits = model.logits(torch.arange(10, 40))
-    return [logits.cpu(), sorted({name for name in recorder.names if "quant" in name})]
+    assert all(isinstance(layer, DecoderLayer) for layer in model.text_model.layers) is is_joined
+    return [logits.cpu(), [name for name in recorder.names if "quant" in name]]
 
 
 def test_a_checkpoint_of_modelslim_is_served(random_checkpoint, tmp_path):
@@ -115,7 +118,22 @@ def test_a_checkpoint_of_modelslim_is_served(random_checkpoint, tmp_path):
 
     folder = shutil.copytree(random_checkpoint, tmp_path / "packed")
     quantize(folder, in_turn(TEXT, "W8A8", "W8A8_DYNAMIC", "W8A16", "W4A8_DYNAMIC"), wide_scales=True)
-    logits, names = call(served, str(folder), "bfloat16")
-    assert names == ["npu_dynamic_quant", "npu_quant_matmul", "npu_quantize"]
+    logits, names = call(served, str(folder), "bfloat16", False)
+    assert {*names} == {"npu_dynamic_quant", "npu_quant_matmul", "npu_quantize"}
     expected = load_model(folder, device="cpu").logits(torch.arange(10, 40))
     assert (logits - expected).norm() <= 0.05 * expected.norm()
+
+
+@pytest.mark.parametrize(("kind", "rounding"), [("W8A8", "npu_quantize"), ("W8A8_DYNAMIC", "npu_dynamic_quant")])
+def test_layers_with_the_same_input_round_it_once(kind, rounding, random_checkpoint, tmp_path):
+    from mindie_mm.models import load_model
+    from tests.models.modelslim import quantize
+    from tests.models.test_modelslim import TEXT, in_turn
+
+    folder = shutil.copytree(random_checkpoint, tmp_path / "packed")
+    quantize(folder, in_turn(TEXT, kind), wide_scales=True)
+    logits, names = call(served, str(folder), "bfloat16", True)
+    assert names == [rounding, "npu_quant_matmul"] * 4 * 2, "four products in each of two layers"
+    ids = torch.arange(10, 40)
+    exact, rounded = (load_model(folder, device="cpu", dtype=dtype).logits(ids) for dtype in ("float32", "bfloat16"))
+    assert (logits - exact).norm() <= 1.2 * (rounded - exact).norm()

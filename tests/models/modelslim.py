@@ -76,7 +76,7 @@ def quantize(
         parts, plain[name] = _parts(kind, weight)
         if kind == "W8A8":
             numbers, deq = parts["weight"].numpy().astype(np.float64), parts["deq_scale"].numpy()
-            bias = plain.get(f"{layer}.bias", torch.zeros(len(weight))).numpy()
+            bias = plain.get(f"{layer}.bias", torch.zeros(len(weight))).float().numpy()
             shift = STATIC_OFFSET * numbers.sum(1)
             quant_bias = np.rint(bias / deq - shift).astype(np.int32)
             parts["quant_bias"] = torch.from_numpy(quant_bias)

@@ -112,7 +112,7 @@ def test_logits_equal_those_of_the_dequantised_weights_alone_and_in_a_batch(fami
     packed, plain = pair(family, SETTINGS[settings], tmp_path)
     linears = layers(plain, torch.nn.Linear)
     kept = {*layers(packed, torch.nn.Linear), *layers(packed, QuantizedLinear)}
-    assert len(layers(packed, QuantizedLinear)) > 20
+    assert len(layers(packed, QuantizedLinear)) >= 20
     assert kept.issuperset(linears)
     prompts = tokenized(tmp_path / "packed")
     expected = [plain.logits(ids) for ids in prompts]
