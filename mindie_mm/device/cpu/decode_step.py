@@ -134,7 +134,8 @@ class DecodeStep:
         if len(sizes) > 1 or len({_activation(one.activation) for one in layers}) > 1:
             raise NotCompiled("its layers differ")
         _require_width("the head size", first.head_dim)
-        self._most_rows = min(_most_rows(part) for layer in layers for part in (layer.qkv, layer.gate_up, layer.down))
+        self.most_rows = min(_most_rows(part) for layer in layers for part in (layer.qkv, layer.gate_up, layer.down))
+        """Maximum number of new tokens in a step."""
         self._layers = (_Layer * len(layers))(*map(self._layer, layers))
         self._model = _Model(
             layers=self._layers,
@@ -198,7 +199,7 @@ class DecodeStep:
         """Return whether `run` can run a step with these hidden states and this cache, which consists of tensors."""
         return (
             type(hidden) is Tensor  # and not a tensor that only has a shape (step_memory.py)
-            and len(hidden) <= self._most_rows
+            and len(hidden) <= self.most_rows
             and len(cache) == 1
             and len(cache[0]) == 2 * len(self._layers)
             and cache[0].dtype in _FORMATS

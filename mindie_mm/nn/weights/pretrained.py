@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from mindie_mm.device import Device, kernels_of
-from mindie_mm.device.cpu.decode_step import MOST_ROWS, DecodeStep, NotCompiled, StepLinear, instructions
+from mindie_mm.device.cpu.decode_step import DecodeStep, NotCompiled, StepLinear, instructions
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.nn import attention, experts
 from mindie_mm.nn.angles import Angles, AngleTable, ResidentAngles
@@ -159,7 +159,7 @@ class PretrainedModel(Model):
             return
         with suppress(NotCompiled):
             self._step_head = StepLinear(cast("nn.Module", self.lm_head))
-        _log.info("compiled code (%s) runs steps of up to %d tokens", instructions(), MOST_ROWS)
+        _log.info("compiled code (%s) runs steps of up to %d tokens", instructions(), self._step.most_rows)
 
     def _compiled_step(self) -> DecodeStep:
         if not self.runs_layers or kernels_of(self.spec.device).has_layers:
