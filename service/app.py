@@ -8,7 +8,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from importlib.metadata import version
@@ -36,7 +36,7 @@ from service.batches.run import Means
 from service.batches.store import BatchStore
 from service.files.store import FileStore
 from service.http import errors, page
-from service.http.access import Access, OwnHost, is_loopback
+from service.http.access import Access, OwnForms, OwnHost, is_loopback
 from service.http.clients import Clients
 from service.messages.answer import MessageEvent
 from service.messages.front import MessagesFront
@@ -152,7 +152,7 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
         openapi_url=None,  # `describe` adds /openapi.json. FastAPI's documentation pages load scripts from another host
         redirect_slashes=False,  # behind a TLS proxy, a redirect would make clients repeat the body over http
     )
-    add_front(app, config, clients, admission, metrics, tracer)
+    add_front(app, config, clients, admission, metrics, tracer, is_outer=not replica)
     modules = (
         *(chat, completions, responses, messages, embeddings, rerank, files, batches, transcriptions),
         *(infer, generate, models, tokens, health, admin),
@@ -206,13 +206,20 @@ def add_front(
     admission: Admission,
     metrics: Metrics,
     tracer: Tracer | None = None,
+    *,
+    is_outer: bool = True,
 ) -> None:
-    """Add the middleware that every request passes before it reaches a route: limits, access control and CORS."""
+    """Add the middleware that every request passes before it reaches a route: limits, access control and CORS.
+
+    `is_outer` is false for a worker behind an ingress, which has checked the origin.
+    """
     # The middleware that is added last is the outermost. CORS must be outside Access, because a preflight has no key.
     if clients:
         app.add_middleware(Access, clients=clients)
-    elif is_loopback(config.host):
-        app.add_middleware(OwnHost)
+    elif is_outer:
+        app.add_middleware(OwnForms, allows=_allows(config.cors_origin))
+        if is_loopback(config.host):
+            app.add_middleware(OwnHost)
     if config.cors_origin:
         app.add_middleware(
             CORSMiddleware,
@@ -255,6 +262,14 @@ async def _collect(spools: Sequence[Path]) -> None:
             _log.warning(
                 "reclaimed %d bytes of shared memory from dead processes: %s", collected.num_bytes, collected.counts
             )
+
+
+def _allows(origins: Sequence[str]) -> Callable[[str], bool]:
+    """Return the function that says whether `origins` allow an origin."""
+    any_port = _any_port(origins)
+    return lambda origin: (
+        "*" in origins or origin in origins or (any_port is not None and re.fullmatch(any_port, origin) is not None)
+    )
 
 
 def _any_port(origins: Sequence[str]) -> str | None:

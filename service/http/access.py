@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from hashlib import sha256
 from ipaddress import ip_address
 
@@ -96,6 +97,37 @@ class OwnHost:
     def _is_own(self, host: str) -> bool:
         name = host_name(host)
         return name in self._names or name.endswith(".localhost") or _is_address(name)
+
+
+class OwnForms:
+    """ASGI middleware that answers 403 to forms (multipart/form-data) of foreign web pages, for services without keys.
+
+    Browsers ask before they send JSON to another origin, but not before they send a form. Any web page could otherwise
+    store files, or let the model work.
+    """
+
+    def __init__(self, app: ASGIApp, *, allows: Callable[[str], bool]) -> None:
+        """Create the middleware. `allows` returns whether an origin may call the service (`--cors-origin`)."""
+        self._app = app
+        self._allows = allows
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request as an ASGI application."""
+        if scope["type"] != "http" or not self._is_foreign(Headers(scope=scope)):
+            await self._app(scope, receive, send)
+            return
+        message = (
+            "the form comes from a web page of another origin; start the service with --cors-origin and this origin, "
+            "or with --api-key"
+        )
+        scope.setdefault("state", {})["reason"] = message
+        await JSONResponse(error_body(message, 403), status_code=403)(scope, receive, send)
+
+    def _is_foreign(self, headers: Headers) -> bool:
+        origin = headers.get("origin")
+        if origin is None or not headers.get("content-type", "").lower().startswith("multipart/"):
+            return False
+        return origin.partition("://")[2] != headers.get("host") and not self._allows(origin)
 
 
 def is_loopback(host: str) -> bool:

@@ -10,8 +10,14 @@ from urllib.parse import urlsplit
 import httpx2
 import openai
 import pytest
+from fastapi import FastAPI
 
+from mindie_mm.settings.config import ServiceConfig
+from service.app import add_front
 from service.http.access import is_loopback
+from service.http.clients import Clients
+from service.request.admission import Admission
+from service.telemetry.metrics import Metrics
 from tests.certificates import write_certificate
 from tests.warm import running_service
 from tests.watching import wait_until
@@ -340,6 +346,46 @@ def test_another_origin_gets_no_cors_headers(bare: httpx2.Client) -> None:
 
 def test_no_origin_gets_cors_headers_without_the_setting(http: Any) -> None:
     assert "access-control-allow-origin" not in http.get("/health", headers={"Origin": ORIGIN}).headers
+
+
+@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://localhost", "http://127.0.0.1:1"])
+def test_a_form_of_a_foreign_web_page_is_refused_without_keys(http: Any, bare: httpx2.Client, origin: str) -> None:
+    """Browsers send forms to other origins without a preflight. With keys, they do not know the key."""
+    form: dict[str, Any] = {"files": {"file": b"x"}, "data": {"purpose": "batch"}}
+    refused = http.post("/v1/files", headers={"Origin": origin}, **form)
+    assert refused.status_code == 403
+    assert "--cors-origin" in refused.json()["error"]["message"]
+    keyed = {"Origin": origin, "Authorization": f"Bearer {KEYS[0]}"}
+    assert bare.post("/v1/files", headers=keyed, **form).status_code == 404  # this service stores no files
+
+
+def test_forms_of_the_service_itself_and_of_programs_are_accepted_without_keys(http: Any) -> None:
+    form: dict[str, Any] = {"files": {"file": b"x"}, "data": {"purpose": "batch"}}
+    own = {"Origin": str(http.base_url).rstrip("/")}
+    for headers in ({}, own):
+        stored = http.post("/v1/files", headers=headers, **form)
+        assert stored.status_code == 200
+        assert http.delete(f"/v1/files/{stored.json()['id']}").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("origins", "origin", "allowed"),
+    [
+        (ORIGINS, ORIGIN, True),
+        (ORIGINS, "http://localhost:3000", True),
+        (ORIGINS, "http://localhost.evil.example", False),
+        (("*",), "https://evil.example", True),
+        ((), ORIGIN, False),
+    ],
+)
+async def test_forms_of_allowed_origins_are_accepted(origins: tuple[str, ...], origin: str, allowed: bool) -> None:
+    app = FastAPI()
+    app.post("/")(lambda: None)
+    config = ServiceConfig(cors_origin=origins)
+    add_front(app, config, Clients(config), Admission(9, 60), Metrics("x"))
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://localhost") as client:
+        answer = await client.post("/", files={"file": b"x"}, headers={"Origin": origin})
+    assert answer.status_code == (200 if allowed else 403)
 
 
 @pytest.mark.parametrize("path", ["/", "/shm", "/metrics", "/v1/models", "/health"])
