@@ -20,11 +20,11 @@ from mindie_mm.batch.input.gather import (
     gathered_path,
     is_folder,
     is_gathered,
-    is_listed,
     is_stream,
     require_streams_once,
 )
 from mindie_mm.batch.input.kept import types_of
+from mindie_mm.batch.input.media_folder import is_list
 from mindie_mm.batch.input.remote import RemoteFile, file_at
 from mindie_mm.batch.input.source import MEDIA_MARK, NOT_JSON, JSONLines, Source, Tar, open_source
 from mindie_mm.batch.same_run import differences, first_difference, model_digest, versions
@@ -153,9 +153,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         for index, given in enumerate(self.inputs):
             gathered = is_gathered(given)
             columns = (*self.columns, *self.keep_columns) if self.columns else ()
-            # All columns are needed in the rows that `gather` wrote for a media folder.
-            columns = () if is_listed(given, self.template) else columns
             path = gathered_path(folder, index, given) if gathered else file_at(given)
+            # All columns are needed in the rows that `gather` wrote for media files.
+            columns = () if is_folder(given) and is_list(gathered_path(folder, index)) else columns
             state = states[index] if states else None
             digest = digests[index] if digests else ""
             sources.append(open_source(path, columns, called(given), state, digest))

@@ -14,8 +14,9 @@ import torch
 
 from mindie_mm.batch.batch_messages import Finished, Step
 from mindie_mm.batch.input.file_state import FileState
-from mindie_mm.batch.input.gather import is_listed
+from mindie_mm.batch.input.gather import gathered_path, is_folder
 from mindie_mm.batch.input.kept import arrow_type, values_of
+from mindie_mm.batch.input.media_folder import is_list
 from mindie_mm.batch.input.record import Record
 from mindie_mm.batch.input.remote import RemoteFile, fetched
 from mindie_mm.batch.input.request import REQUEST, request_of
@@ -83,9 +84,9 @@ class Stage:
         settings = run.settings
         self._folder, self._destination = folder, destination or RunFolder(folder)
         self._sources = settings.sources(folder, states, run.input_digests)
-        # `is_listed` is called early, because a folder that is removed later would be treated as a file.
+        # `is_folder` is called early, because a folder that is removed later would be treated as a file.
         self._places = [
-            _Place(settings.media_folder(index), is_listed(given, settings.template))
+            _Place(settings.media_folder(index), is_folder(given) and is_list(gathered_path(folder, index)))
             for index, given in enumerate(settings.inputs)
         ]
         self._aside = set_aside(settings.columns, settings.keep_columns)

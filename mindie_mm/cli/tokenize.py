@@ -103,7 +103,7 @@ def command(
     if the run is not finished for another reason. Run the same command again to continue.
     """
     with importing():
-        from mindie_mm.batch.input.gather import left_out_summary
+        from mindie_mm.batch.input.media_folder import left_out_summary, unread_tables
         from mindie_mm.batch.tokenizing import tokenize_dataset
 
     limits = {name: given.pop(name, None) for name in _LIMITS}
@@ -119,6 +119,8 @@ def command(
     message = f"{run.num_rows} rows, {run.num_tokens} tokens, {run.num_items} media items in {run.folder}"
     if run.left_out:
         message += f"; left out: {left_out_summary(run.left_out)}"
+        if why := unread_tables(run.left_out, given["template"] or ""):
+            message += f". {why}"
     if run.num_errors:
         failed = "1 row" if run.num_errors == 1 else f"{run.num_errors} rows"
         click.echo(f"{message}; {failed} failed, see {run.folder}/errors.jsonl")

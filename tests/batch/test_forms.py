@@ -22,7 +22,8 @@ import pytest
 from click.testing import CliRunner
 
 from mindie_mm.batch import Dataset, Sample
-from mindie_mm.batch.input.gather import gather, gathered_path, is_gathered, left_out_summary
+from mindie_mm.batch.input.gather import gather, gathered_path, is_gathered
+from mindie_mm.batch.input.media_folder import left_out_summary
 from mindie_mm.batch.input.source import chunks, open_source
 from mindie_mm.batch.settings import Run
 from mindie_mm.batch.stage import Stage

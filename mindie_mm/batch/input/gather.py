@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import mmap
 import os
 import re
@@ -12,21 +11,21 @@ from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from io import BufferedReader, TextIOWrapper
+from io import BufferedReader
 from itertools import islice
 from pathlib import Path, PurePath
 from tempfile import TemporaryFile
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO, cast
 
 import msgspec
 
 from mindie_mm.batch.input.files import replacing
-from mindie_mm.batch.input.remote import Entry, RemoteFile, file_at, refusal_of
+from mindie_mm.batch.input.media_folder import BLANK, ROW_FILES, write_folder
+from mindie_mm.batch.input.remote import RemoteFile, file_at
 from mindie_mm.batch.input.sniff import no_json
-from mindie_mm.batch.input.source import MEDIA_MARK, NOT_JSON
+from mindie_mm.batch.input.source import NOT_JSON
 from mindie_mm.errors import InputError, os_errors_as
-from mindie_mm.inputs import Kind
-from mindie_mm.media.endings import ending_of, kind_of
+from mindie_mm.media.endings import ending_of
 from mindie_mm.msgspec_errors import in_words
 from mindie_mm.settings.paths import absolute, is_url, require_url
 
@@ -40,15 +39,10 @@ _STDIN_PATHS = frozenset({"/dev/stdin", "/dev/fd/0", "/proc/self/fd/0"})
 _DESCRIPTOR = re.compile(r"/(dev|proc/self)/fd/[0-9]+")
 """Paths that a shell passes for `<(...)`. Such a path is valid only in the process that the shell starts."""
 _PIECE_BYTES = 1 << 20
-_BLANK = BOM_UTF8 + b" \t\n\r\v\f"
-_MOST_NAMED = 8
-_ROWS = (".jsonl", ".ndjson", ".parquet", ".pq", ".tar")
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
 """Names that pyarrow uses for the compression of files with these extensions."""
 _PACKABLE = (".jsonl", ".ndjson", ".json", ".tar")
 """Extensions of files that may be compressed as a whole. Parquet files are compressed already."""
-_NAMED = re.compile(r"\.[a-z0-9]{1,8}")
-"""File name extensions that messages may show. Other extensions might contain terminal control sequences."""
 
 
 def gathered_path(folder: Path, index: int, given: str = STDIN) -> Path:
@@ -73,7 +67,7 @@ def input_named(given: str) -> str:
         raise InputError("an input is an empty string. Remove this input, or give the name of a file")
     if is_url(given):
         given = require_url("an input", given)
-        if given.endswith("/") or ending_of(given) in (*_ROWS, ".json") or is_packed(given):
+        if given.endswith("/") or ending_of(given) in (*ROW_FILES, ".json") or is_packed(given):
             return given
         with os_errors_as(InputError, f"{given} cannot be read"):
             return f"{given}/" if RemoteFile(given).is_folder() else given
@@ -116,27 +110,6 @@ def is_packed(given: str) -> bool:
     return ending_of(given) in _CODECS and ending_of(PurePath(given).stem) in _PACKABLE
 
 
-def is_listed(given: str, template: str) -> bool:
-    """Return whether an input is a folder whose media files are the rows."""
-    return is_folder(given) and metadata_of(given, template) is None
-
-
-def metadata_of(given: str, template: str) -> Path | RemoteFile | None:
-    """Return the table of a folder of media in the format of `datasets`' imagefolder. A template takes precedence.
-
-    Raises:
-        InputError: The store of the folder cannot be read.
-
-    """
-    paths = [] if template else [file_at(given) / f"metadata.{ending}" for ending in ("jsonl", "csv", "parquet")]
-    with os_errors_as(InputError, f"{given} cannot be read"):
-        return next((path for path in paths if _is_there(path)), None)
-
-
-def _is_there(path: Path | RemoteFile) -> bool:
-    return path.exists() if isinstance(path, RemoteFile) else os.path.isfile(path)  # noqa: PTH113 - as in `is_folder`
-
-
 def is_gathered(given: str) -> bool:
     """Return whether an input must be converted to a file of rows."""
     return is_stream(given) or is_folder(given) or is_packed(given) or ending_of(given) == ".json"
@@ -168,7 +141,7 @@ def gather(
         rows: Functions that write the rows of a program, by name of the input.
 
     Returns:
-        The number of files in media folders that were left out because they are not media, for each extension.
+        The number of files in media folders that were left out, for each extension, as `write_folder` counts them.
 
     Raises:
         InputError: An input cannot be read, or a folder contains no media.
@@ -179,25 +152,14 @@ def gather(
     for index, given in enumerate(inputs):
         if is_gathered(given):
             path = gathered_path(folder, index, given)
-            with replacing(path) as unfinished, unfinished.open("wb") as file:
+            with replacing(path) as unfinished, unfinished.open("w+b") as file:
                 if are_rows(given):
                     (rows or {})[given](file, limit)
-                elif is_listed(given, template):
-                    left_out += _list(file_at(given), file, template)
+                elif is_folder(given):
+                    left_out += write_folder(file_at(given), file, template, limit)
                 else:
-                    file.writelines(_content(given, template, stdin, limit, folder))
+                    file.writelines(_content(given, stdin, limit, folder))
     return left_out
-
-
-def left_out_summary(left_out: Counter[str]) -> str:
-    """Describe the skipped files and their most common extensions, such as "12 files (.txt 7, .dng 3, others 2)"."""
-    total = left_out.total()
-    named = Counter({ending: count for ending, count in left_out.items() if _NAMED.fullmatch(ending)})
-    parts = named.most_common(_MOST_NAMED)
-    if others := total - sum(count for _, count in parts):
-        parts.append(("others", others))
-    listed = ", ".join(f"{ending} {count}" for ending, count in parts)
-    return f"{total} file{'' if total == 1 else 's'}" + (f" ({listed})" if listed else "")
 
 
 def drop_gathered(inputs: Sequence[str], folder: Path) -> None:
@@ -207,11 +169,8 @@ def drop_gathered(inputs: Sequence[str], folder: Path) -> None:
             gathered_path(folder, index, given).unlink(missing_ok=True)
 
 
-def _content(given: str, template: str, stdin: BinaryIO | None, limit: int | None, folder: Path) -> Iterator[bytes]:
+def _content(given: str, stdin: BinaryIO | None, limit: int | None, folder: Path) -> Iterator[bytes]:
     """Yield the content of the file of rows in `folder` that an input is converted to."""
-    if is_folder(given) and (metadata := metadata_of(given, template)) is not None:
-        yield from islice(_table_rows(metadata), limit)
-        return
     with _opened(given, stdin) as stream:
         ending = ending_of(PurePath(given).stem if is_packed(given) else given)
         if is_stream(given) or ending not in (".tar", ".json"):
@@ -235,7 +194,7 @@ def _array_rows(stream: BinaryIO, given: str, folder: Path) -> Iterator[bytes]:
         whole.writelines(_blocks(stream, given))
         whole.seek(0)
         begun = whole.read(_PIECE_BYTES)
-        if begun.lstrip(_BLANK)[:1] != b"[":  # `datasets` writes JSON lines under this extension
+        if begun.lstrip(BLANK)[:1] != b"[":  # `datasets` writes JSON lines under this extension
             yield begun
             yield from _blocks(whole, given)
             return
@@ -249,47 +208,6 @@ def _array_rows(stream: BinaryIO, given: str, folder: Path) -> Iterator[bytes]:
         raise InputError(f"{given} is not a JSON array of rows: {why}") from None
     for row in rows:
         yield msgspec.json.format(row, indent=-1) + b"\n"
-
-
-def _table_rows(path: Path | RemoteFile) -> Iterator[bytes]:
-    """Yield the rows of a table of media files as JSON lines. All values of a .csv file are strings.
-
-    Raises:
-        InputError: The table cannot be read.
-
-    """
-    with os_errors_as(InputError, f"{path} cannot be read"):
-        if ending_of(path.name) == ".jsonl":
-            with path.open("rb") as file:
-                yield from (line for line in file if line.strip(_BLANK))
-            return
-        try:
-            for row in _csv_rows(path) if ending_of(path.name) == ".csv" else _parquet_rows(path):
-                yield msgspec.json.encode(row, enc_hook=str) + b"\n"
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise InputError(f"{path} cannot be read: {error}") from None
-
-
-def _csv_rows(path: Path | RemoteFile) -> Iterator[dict[str, str]]:
-    # pyarrow's reader opens a pipe for signals, after which copies of this process that close it abort.
-    with TextIOWrapper(path.open("rb"), encoding="utf-8-sig", newline="") as file:
-        rows = csv.DictReader(file, strict=True)
-        for row in rows:
-            if None in row:
-                raise csv.Error(f"line {rows.line_num} has more values than there are columns")
-            yield row
-
-
-def _parquet_rows(path: Path | RemoteFile) -> Iterator[dict[str, Any]]:
-    import pyarrow as pa  # imported late, because most inputs are no folders
-    import pyarrow.parquet as pq
-
-    try:
-        with path.open("rb") as opened, pq.ParquetFile(opened) as file:
-            for batch in file.iter_batches():
-                yield from batch.to_pylist()
-    except pa.ArrowException as error:
-        raise InputError(f"{path} cannot be read: {error}") from None
 
 
 @contextmanager
@@ -327,51 +245,6 @@ def _pieces(stream: BinaryIO, given: str, limit: int | None) -> Iterator[bytes]:
     with os_errors_as(InputError, f"{called(given)} cannot be read"):
         while rows != limit and (piece := stream.readline(_PIECE_BYTES)):
             yield piece
-            blank = blank and not piece.strip(_BLANK)
+            blank = blank and not piece.strip(BLANK)
             if piece.endswith(b"\n"):
                 rows, blank = rows + (not blank), True
-
-
-def _list(root: Path | RemoteFile, file: BinaryIO, template: str) -> Counter[str]:
-    """Write one row per media file, sorted by name. Count all other files by extension, and return the counts.
-
-    A row of a file in a store has the file's version, so that the list differs if the file is replaced.
-    """
-    before, _, after = template.rpartition(MEDIA_MARK)
-    encoder, has_media, left_out = msgspec.json.Encoder(), False, Counter[str]()
-    if isinstance(root, RemoteFile) and (refusal := refusal_of(root.url)):
-        raise InputError(refusal)
-    for own, kind, version in _media_files(root, left_out):
-        # JSON cannot contain a name that is not UTF-8, so the name is escaped. No file has this name, so the row fails.
-        name = os.fsencode(own).decode(errors="backslashreplace")
-        items: list[dict[str, Any]] = [{kind: f"./{name}"}]  # "./", so that no name is read as a URL or base64
-        items = [{"text": before}, *items] if before else items
-        items += [{"text": after}] if after else []
-        file.write(encoder.encode({"id": name, "inputs": items} | ({"version": version} if version else {})) + b"\n")
-        has_media = True
-    if not has_media:
-        tables = [ending for ending in left_out if ending in _ROWS]
-        advice = f". If these files contain rows, give their names: {root / f'*{tables[0]}'}" if tables else ""
-        raise InputError(f"{root} has no file with a media extension; it has {left_out_summary(left_out)}{advice}")
-    return left_out
-
-
-def _media_files(folder: Path | RemoteFile, left_out: Counter[str], above: str = "") -> Iterator[tuple[str, Kind, str]]:
-    """Yield the name, the kind and the version of the media files of a folder and its subfolders, sorted by name.
-
-    Count all other files in `left_out`, by extension. Names begin with `above`. Local files have an empty version.
-    """
-    with os_errors_as(InputError, f"{folder} cannot be listed"):
-        entries = folder.entries() if isinstance(folder, RemoteFile) else _entries(folder)
-    for name, is_folder, version in entries:
-        if is_folder:
-            yield from _media_files(folder / name, left_out, f"{above}{name}/")
-        elif (kind := kind_of(name)) and (isinstance(folder, RemoteFile) or _is_there(folder / name)):
-            yield above + name, kind, version
-        else:
-            left_out[ending_of(name)] += 1
-
-
-def _entries(folder: Path) -> list[Entry]:
-    with os.scandir(folder) as found:
-        return sorted(Entry(one.name, one.is_dir(follow_symlinks=False), "") for one in found)

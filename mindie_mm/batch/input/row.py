@@ -50,7 +50,7 @@ _KNOWN = _FLAT.union(_PROMPTS, _VARIABLES, _NOT_SERVED, ["id"])
 _FILE_KEYS = frozenset({"img", *(f"{kind}_{end}" for kind in KINDS for end in ("path", "file"))})
 """Keys that other formats use for the path of a media file. A row with a text and no media may not have such a key."""
 _PACKED = frozenset({".gz", ".zst", ".xz", ".bz2"})
-_KEPT = frozenset({"tools", "tool_calls", "chat_template_kwargs"})
+UNREAD_KEYS = frozenset({"tools", "tool_calls", "chat_template_kwargs"})
 """JSON keys whose values are passed to the chat template unchanged, because nulls in them may have a meaning."""
 
 _Locate = Callable[[Media], Media]
@@ -332,7 +332,7 @@ def _typed(record: Mapping[str, Any], key: str, kind: Any) -> Any:
         raise InputError(f"the row's {key}: {in_words(error)}") from None
 
 
-def _without_nulls(value: Any, key: str = "", kept: frozenset[str] = _KEPT, flat: bool = True) -> Any:
+def _without_nulls(value: Any, key: str = "", kept: frozenset[str] = UNREAD_KEYS, flat: bool = True) -> Any:
     """Remove nulls from `value`, convert decimals to numbers, and convert media of the `datasets` library to bytes.
 
     NaN and infinities, which only tables can have, count as null. The `datasets` library writes a media item as an
