@@ -19,8 +19,9 @@ from transformers import AutoTokenizer
 
 from mindie_mm.batch import Dataset
 from mindie_mm.batch.input.conversations import CONVERSATION_KEYS
+from mindie_mm.batch.input.record import MEDIA_KEYS
 from mindie_mm.batch.input.request import SAMPLING, prompt_of, request_of
-from mindie_mm.batch.input.row import MEDIA_KEYS, parse
+from mindie_mm.batch.input.row import parse
 from mindie_mm.batch.input.row_id import row_id
 from mindie_mm.cli import main
 from mindie_mm.engine.requests.sampling_params import SamplingParams

@@ -20,8 +20,7 @@ import numpy as np
 from PIL import Image
 
 from mindie_mm.batch.input.gather import ROWS, TABLE
-from mindie_mm.batch.input.record import number_of
-from mindie_mm.batch.input.row import MEDIA_KEYS
+from mindie_mm.batch.input.record import MEDIA_KEYS, number_of
 from mindie_mm.errors import InputError, LimitExceeded, MindieMMError, os_errors_as
 from mindie_mm.inputs import KINDS, Media, type_of
 from mindie_mm.inputs.items import DOCUMENT

@@ -21,13 +21,12 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from mindie_mm.batch.input.record import MEDIA_KEYS, UNREAD_KEYS
 from mindie_mm.batch.input.remote import Entry, RemoteFile, refusal_of
-from mindie_mm.batch.input.row import MEDIA_KEYS, UNREAD_KEYS
 from mindie_mm.batch.input.source import MEDIA_MARK, NOT_JSON
 from mindie_mm.errors import InputError, os_errors_as
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.endings import ending_of, kind_of
-from mindie_mm.media.source import located
 
 ROW_FILES = (".jsonl", ".ndjson", ".parquet", ".pq", ".tar")
 """Extensions of files of rows."""
@@ -236,6 +235,8 @@ def _placed(value: Any, key: str, table: _Table, unnamed: set[str]) -> Any:
 
 def _relative(source: str, folder: Path | RemoteFile) -> str:
     """Return the path of a media item in a folder, or nothing if its source is not a relative path."""
+    from mindie_mm.media.source import located  # imported late, because reading runs does not need torch
+
     begin = f"{folder}/"
     try:
         found = located(Media("image", source), folder.url if isinstance(folder, RemoteFile) else folder).source

@@ -9,6 +9,14 @@ from typing import Any
 import msgspec
 from xxhash import xxh3_128
 
+from mindie_mm.inputs import KINDS
+
+_SOURCES = (*KINDS, *(f"{kind}_url" for kind in KINDS), "input_audio")
+MEDIA_KEYS = frozenset({*_SOURCES, *(f"{source}s" for source in _SOURCES)})
+"""Keys of a row whose values are media."""
+UNREAD_KEYS = frozenset({"tools", "tool_calls", "chat_template_kwargs"})
+"""JSON keys whose values are passed to the chat template unchanged, because nulls in them may have a meaning."""
+
 
 @dataclass(frozen=True, slots=True)
 class Files:

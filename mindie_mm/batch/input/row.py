@@ -14,7 +14,7 @@ import msgspec
 
 from mindie_mm.batch.input.conversations import CONVERSATION_KEYS, CONVERSATIONS, as_chat, with_named_files
 from mindie_mm.batch.input.placed import has_places, has_question, with_media
-from mindie_mm.batch.input.record import Files, Record, number_of
+from mindie_mm.batch.input.record import MEDIA_KEYS, UNREAD_KEYS, Files, Record, number_of
 from mindie_mm.batch.input.request import CHAT, Adapt, is_batch_line, prompt_of
 from mindie_mm.batch.input.row_id import id_text
 from mindie_mm.batch.input.sniff import no_json
@@ -39,8 +39,6 @@ from mindie_mm.msgspec_errors import in_words
 
 _PROMPTS = ("inputs", "messages")
 _TEXTS = ("text", "prompt")
-_SOURCES = (*KINDS, *(f"{kind}_url" for kind in KINDS), "input_audio")
-MEDIA_KEYS = frozenset({*_SOURCES, *(f"{source}s" for source in _SOURCES)})
 _FLAT = MEDIA_KEYS.union(_TEXTS)
 _VARIABLES = frozenset(
     {"tools", "tool_choice", "reasoning_effort", "chat_template_kwargs", "add_generation_prompt", "parse_special"}
@@ -50,8 +48,6 @@ _KNOWN = _FLAT.union(_PROMPTS, _VARIABLES, _NOT_SERVED, ["id"])
 _FILE_KEYS = frozenset({"img", *(f"{kind}_{end}" for kind in KINDS for end in ("path", "file"))})
 """Keys that other formats use for the path of a media file. A row with a text and no media may not have such a key."""
 _PACKED = frozenset({".gz", ".zst", ".xz", ".bz2"})
-UNREAD_KEYS = frozenset({"tools", "tool_calls", "chat_template_kwargs"})
-"""JSON keys whose values are passed to the chat template unchanged, because nulls in them may have a meaning."""
 
 _Locate = Callable[[Media], Media]
 """Function that replaces the file name in a media item with the path or the bytes of the file."""
