@@ -77,3 +77,13 @@ class Clips(msgspec.Struct, frozen=True, array_like=True):
                 written.setsampwidth(2)
                 written.setframerate(SPEECH_RATE)
                 written.writeframes(np.ascontiguousarray(samples[start:stop]).data)
+
+
+def rest_of(clip: Path, start_s: float) -> Path:
+    """Write the rest of a clip from `start_s` on to a file beside it, and return the file."""
+    rest = clip.with_name(f"{clip.stem}-from-{round(start_s * SPEECH_RATE)}.wav")
+    with clip.open("rb") as source, wave.open(source) as whole, rest.open("wb") as file, wave.open(file) as written:
+        whole.setpos(round(start_s * SPEECH_RATE))
+        written.setparams(whole.getparams())
+        written.writeframes(whole.readframes(whole.getnframes()))
+    return rest

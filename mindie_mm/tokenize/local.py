@@ -122,11 +122,13 @@ class LocalTokenizer(TokenizerStage):
         with cancellation.until(given_up):
             return run_alone(answer(self._prompts, requests))
 
-    async def cut(self, speech: Media, folder: Path, max_bytes: int, domain: tuple[bytes, str]) -> Clips:
+    async def cut(
+        self, speech: Media, folder: Path, max_bytes: int, domain: tuple[bytes, str], *, always: bool
+    ) -> Clips:
         stage = self._prompts.stage
         if self._thread is None:
-            return await stage.cut(speech, folder, max_bytes, domain)
-        return await self._thread.run(lambda: run_alone(stage.cut(speech, folder, max_bytes, domain)))
+            return await stage.cut(speech, folder, max_bytes, domain, always=always)
+        return await self._thread.run(lambda: run_alone(stage.cut(speech, folder, max_bytes, domain, always=always)))
 
     async def close(self) -> None:
         """Wait until the current prompt is done, end the decoders and remove the arena."""

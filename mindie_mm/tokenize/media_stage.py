@@ -75,7 +75,9 @@ class MediaStage:
             raise OperationalError("a decoder planned a page of a document with 0 pages; send the request again")
         return num_pages
 
-    async def cut(self, speech: Media, folder: Path, max_bytes: int, domain: Hashable = ()) -> Clips:
+    async def cut(
+        self, speech: Media, folder: Path, max_bytes: int, domain: Hashable = (), *, always: bool = False
+    ) -> Clips:
         """Cut speech at pauses into clips of at most `Media.cut_s`. If there are several, write each as a WAV file.
 
         Args:
@@ -83,6 +85,7 @@ class MediaStage:
             folder: Folder for the files, which are named by `Clips.file`.
             max_bytes: Maximum number of bytes of the files.
             domain: Same as in `request`.
+            always: Whether to write a file also if there is only one clip.
 
         Raises:
             InputError: The model does not accept audio, or the speech cannot be read or is too long.
@@ -95,7 +98,7 @@ class MediaStage:
             source = await self.decoders.read(group, speech, {"audio": 1})
             plan = await self.decoders.plan(group, source)
             clips = Clips.of(plan)
-            if len(clips.starts) > 1:
+            if always or len(clips.starts) > 1:
                 if clips.num_bytes > max_bytes:
                     raise LimitExceeded(
                         f"the speech has {clips.num_bytes} bytes when it is decoded; the limit is {max_bytes}"

@@ -143,7 +143,7 @@ class PromptSource:
         self._retried = self._retried or not freed
         while True:
             try:
-                prompt, _ = await _retry_once(self._again)
+                prompt, _ = await retry_once(self._again)
                 break
             except ArenaFull:  # an answer that has begun waits for memory until its deadline
                 if not freed:
@@ -206,7 +206,7 @@ class Use:
         self.free()
 
 
-async def _retry_once(make: Callable[[], Awaitable[T]]) -> tuple[T, bool]:
+async def retry_once(make: Callable[[], Awaitable[T]]) -> tuple[T, bool]:
     """Call `make`, and call it again if the tokenizer dies. Return the result, and whether the tokenizer died.
 
     One retry is enough, even if the tokenizer has lost its arena, because such a tokenizer dies at its next request.
@@ -235,7 +235,7 @@ async def tokenized(
         MindieMMError: The tokenizer failed.
 
     """
-    prompts, retried = await _retry_once(partial(stage.tokenize_together, requests))
+    prompts, retried = await retry_once(partial(stage.tokenize_together, requests))
     return [
         PromptSource(prompt, partial(stage.tokenize, request), retried=retried, on_remade=on_remade)
         for prompt, request in zip(prompts, requests, strict=True)

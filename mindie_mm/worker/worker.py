@@ -41,7 +41,7 @@ from mindie_mm.worker.deltas import Answer, Delta, OutputText
 from mindie_mm.worker.embedding import Embedder
 from mindie_mm.worker.engine_replicas import EngineReplicas
 from mindie_mm.worker.preflight import check_before_loading
-from mindie_mm.worker.retry import ENDS_OF_ATTEMPTS, PromptSource, generated, tokenized
+from mindie_mm.worker.retry import ENDS_OF_ATTEMPTS, PromptSource, generated, retry_once, tokenized
 
 if TYPE_CHECKING:
     from mindie_mm.tokenize.local import LocalTokenizer
@@ -271,16 +271,19 @@ class Worker:
                 message = f"the request needs {wanted} output tokens, and the prompt does not fit in the rest: {error}"
             raise ContextLengthExceeded.of(limit, message) from error
 
-    async def cut(self, file: Path, folder: Path, max_bytes: int, domain: tuple[bytes, str]) -> Clips:
+    async def cut(self, file: Path, folder: Path, max_bytes: int, domain: tuple[bytes, str], *, always: bool) -> Clips:
         """Cut a file of speech into clips that the checkpoint accepts. `MediaStage.cut` describes the other arguments.
 
         Raises:
             InputError: The checkpoint does not accept audio, or the file is not speech.
+            ProcessDied: Two tokenizers died.
 
         """
         traits = self.tokenizer_stage.speech or SpeechTraits()
         speech = Media("audio", str(file), cut_s=traits.window_s)
-        return await self.tokenizer_stage.cut(speech, folder, min(max_bytes, self.config.arena_bytes), domain)
+        most = min(max_bytes, self.config.arena_bytes)
+        clips, _ = await retry_once(partial(self.tokenizer_stage.cut, speech, folder, most, domain, always=always))
+        return clips
 
     def generate(
         self,

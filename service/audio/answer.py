@@ -102,6 +102,8 @@ class Heard:
     stop_s: float
     stretches: Sequence[Stretch]
     usage: Usage
+    rest_s: float | None = None
+    """Beginning of the rest of the clip, if the model has left it out, because a stretch in it did not end there."""
 
     @property
     def text(self) -> str:
@@ -133,7 +135,11 @@ def heard(
         return Heard(*times, [Stretch(*times, text)] if text.strip() else [], completion["usage"])
     scores = [position["logprob"] for position in msgspec.json.decode(logprobs["content"])]
     scored = [(token, score) for token, score in zip(tokens, scores, strict=False) if token not in ends]
-    return Heard(*times, _stretches(scored, traits, times, decode), completion["usage"])
+    last = [token for token, _ in scored[-2:] if token >= traits.first_time_id]
+    rest_s = None
+    if len(last) == 2 and choice["finish_reason"] == "stop":  # the model has begun a further stretch, and stopped
+        rest_s = _time_of(last[-1], traits, times)
+    return Heard(*times, _stretches(scored, traits, times, decode), completion["usage"], rest_s)
 
 
 def _after(start: str, text: str) -> str:
@@ -164,11 +170,15 @@ def _stretches(
 
     for token, score in scored:
         if token >= traits.first_time_id:
-            end(min(times[0] + (token - traits.first_time_id) * traits.time_s, stop))
+            end(_time_of(token, traits, times))
         else:
             own.append((token, score))
     end(stop)
     return found
+
+
+def _time_of(token: int, traits: SpeechTraits, times: tuple[float, float]) -> float:
+    return min(times[0] + (token - traits.first_time_id) * traits.time_s, times[1])
 
 
 def joined(texts: Sequence[str]) -> str:

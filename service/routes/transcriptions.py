@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -15,8 +16,8 @@ from starlette.types import Receive, Scope, Send
 
 from mindie_mm.errors import InputError, blaming
 from mindie_mm.nn.speech import SpeechTraits
-from mindie_mm.processes.tasks import gather
-from mindie_mm.tokenize.clips import Clips
+from mindie_mm.processes.tasks import gather, in_thread
+from mindie_mm.tokenize.clips import Clips, rest_of
 from service.audio.answer import DELTA, Heard, Transcript, TranscriptEvent, VerboseTranscript, answer, heard
 from service.audio.answer import DONE as LAST
 from service.audio.body import Task, TranscriptionBody
@@ -36,6 +37,10 @@ router = APIRouter()
 
 _AT_ONCE = 4
 """Maximum number of clips of one request that are transcribed at the same time."""
+_MOST_PARTS = 30
+"""Maximum number of answers about one clip."""
+_LEAST_REST_S = 0.1
+"""Minimum length in seconds of the rest of a clip about which the model is asked again."""
 _TYPES = {"text": "text/plain; charset=utf-8", "srt": "text/plain; charset=utf-8", "vtt": "text/vtt; charset=utf-8"}
 _RESPONSES = streamed(TranscriptEvent, whole=Transcript | VerboseTranscript, last=DONE)
 _RESPONSES[200]["content"] |= {kind.partition(";")[0]: {"schema": {"type": "string"}} for kind in _TYPES.values()}
@@ -108,7 +113,7 @@ class _Speech:
         body = TranscriptionBody.of(upload.fields)
         incoming.accept(body)
         body.check(task, traits)
-        chat = chat_of(chat_body(body, task, traits, upload.path), incoming, prefix="trsc-0-", cut_max_tokens=True)
+        chat = chat_of(chat_body(body, task, traits, upload.path), incoming, prefix="trsc-", cut_max_tokens=True)
         return cls(upload, incoming, task, traits, body, chat)
 
     def response(self) -> Response:
@@ -123,22 +128,36 @@ class _Speech:
         with naming_file():
             clips, turns = await self._cut(), asyncio.Semaphore(_AT_ONCE)
 
-            async def listen(chat: Chat, times: tuple[float, float]) -> Heard:
+            async def listen(index: int, times: tuple[float, float]) -> list[Heard]:
                 async with turns:
-                    completion = await chat.answer()
-                worker = self.incoming.service.worker
-                return heard(completion, self.traits, times, worker.tokenizer.decode, worker.engine.info.eos_token_ids)
+                    return await self._heard(clips, index, times)
 
-            found = await gather([listen(*one) for one in zip(self._chats(clips), clips.times, strict=True)])
+            found = await gather([listen(index, times) for index, times in enumerate(clips.times)])
         language = self.body.language_of(self.traits)
         return answer(
-            found,
+            [one for parts in found for one in parts],
             self.body.format,
             task=self.task,
             language="" if language is None else language[0],
             temperature=self.body.temperature or 0.0,
             duration_s=clips.times[-1][1],
         )
+
+    async def _heard(self, clips: Clips, index: int, times: tuple[float, float]) -> list[Heard]:
+        """Return the answers about a clip: one, and further ones about the rest that the model has left out."""
+        worker, folder = self.incoming.service.worker, self.upload.path.parent
+        decode, ends = worker.tokenizer.decode, worker.engine.info.eos_token_ids
+        found: list[Heard] = []
+        chat, (start_s, stop_s) = self._chat(clips, index), times
+        while len(found) < _MOST_PARTS:
+            found.append(heard(await chat.answer(), self.traits, (start_s, stop_s), decode, ends))
+            rest_s = found[-1].rest_s
+            if rest_s is None or rest_s <= start_s or stop_s - rest_s < _LEAST_REST_S:
+                break
+            start_s = rest_s
+            rest = await in_thread(partial(rest_of, clips.file(folder, index), start_s - times[0]))
+            chat = self._chat_about(rest, f"{index}-{len(found)}")
+        return found
 
     async def stream(self, send: SendEvent) -> None:
         """Send the transcript in pieces, in the order of the speech. Later clips are transcribed meanwhile."""
@@ -147,33 +166,29 @@ class _Speech:
             clips, turns = await self._cut(), asyncio.Semaphore(_AT_ONCE)
             texts = [speech.clip(self.traits.answer_start) for _ in clips.starts]
 
-            async def listen(chat: Chat, text: ClipText) -> None:
+            async def listen(index: int, text: ClipText) -> None:
                 async with turns:
-                    await chat.stream(text.add)
+                    await self._chat(clips, index).stream(text.add)
                 text.finish()
 
-            await gather([listen(*one) for one in zip(self._chats(clips), texts, strict=True)])
+            await gather([listen(index, text) for index, text in enumerate(texts)])
         send({"type": LAST, "text": speech.text, "usage": speech.usage})
 
     async def _cut(self) -> Clips:
         service, upload = self.incoming.service, self.upload
         left = service.config.max_media_bytes - upload.num_bytes
+        wants_files, domain = self.body.wants_times(self.traits), (self.incoming.owner, "")
         with blaming("file"):
-            clips = await service.worker.cut(upload.path, upload.path.parent, left, (self.incoming.owner, ""))
-        if len(clips.starts) > 1:
+            clips = await service.worker.cut(upload.path, upload.path.parent, left, domain, always=wants_files)
+        if wants_files or len(clips.starts) > 1:
             service.media.spend(upload.path.parent.parent, clips.num_bytes)
         return clips
 
-    def _chats(self, clips: Clips) -> Sequence[Chat]:
+    def _chat(self, clips: Clips, index: int) -> Chat:
         if len(clips.starts) == 1:
-            return [self.whole]
-        files = [clips.file(self.upload.path.parent, index) for index in range(len(clips.starts))]
-        return [
-            chat_of(
-                chat_body(self.body, self.task, self.traits, file),
-                self.incoming,
-                prefix=f"trsc-{index}-",
-                cut_max_tokens=True,
-            )
-            for index, file in enumerate(files)
-        ]
+            return self.whole
+        return self._chat_about(clips.file(self.upload.path.parent, index), str(index))
+
+    def _chat_about(self, clip: Path, name: str) -> Chat:
+        body = chat_body(self.body, self.task, self.traits, clip)
+        return chat_of(body, self.incoming, prefix=f"trsc-{name}-", cut_max_tokens=True)

@@ -96,6 +96,28 @@ def test_lossy_files_are_near_the_reference(file_format, subtype, tolerance, rat
     check_near_the_reference(tone(1.3, rate), rate, file_format, subtype, tolerance)
 
 
+@pytest.mark.parametrize("rate", [8_000, 16_000, 44_100, 48_000])
+@pytest.mark.parametrize(("file_format", "subtype"), [("FLAC", "PCM_16"), ("OGG", "VORBIS"), ("MP3", "MPEG_LAYER_III")])
+def test_speech_that_is_resampled_in_pieces_equals_the_whole(file_format, subtype, rate):
+    if rate == 8_000 and subtype == "VORBIS":
+        pytest.skip("libsndfile writes no Vorbis at this rate")
+    opened = open_audio(encode_sound(tone(2.7, rate), rate, file_format, subtype))
+    whole = opened.decode(RATE, 3 * RATE)
+    speech_samples = opened.speech(RATE)
+    assert speech_samples.dtype == np.int16
+    assert abs(len(speech_samples) - len(whole)) <= 1
+    length = min(len(speech_samples), len(whole))
+    assert np.abs(speech_samples[:length] / 2**15 - np.clip(whole[:length], -1, 1)).max() < 1e-3
+
+
+def test_speech_has_the_limits_of_other_sound():
+    data = encode_sound(tone(2.0), RATE)
+    with under(MediaCaps(max_audio_samples=RATE)), pytest.raises(LimitExceeded, match="more samples than the limit"):
+        open_audio(data).speech(RATE)
+    with pytest.raises(MediaError, match="truncated"):
+        open_audio(data[: len(data) // 2]).speech(RATE)
+
+
 @pytest.mark.parametrize("channels", [7, 8, 9, 32])
 @pytest.mark.parametrize(("subtype", "tolerance"), [("VORBIS", 1e-6), ("OPUS", 0.005)])
 def test_many_planar_channels_are_near_the_reference(subtype, tolerance, channels):

@@ -74,7 +74,13 @@ def write_timed_checkpoint(out):
         setattr(config, name, getattr(config, name) + first)
     torch.manual_seed(0)
     model = WhisperForConditionalGeneration(config)
-    model.model.decoder.embed_tokens.weight.data[-len(times) :] *= 1.6  # so that it writes time stamps
+    torch.manual_seed(1)
+    # So that it writes time stamps, and ends some answers with two of them.
+    direction = torch.nn.functional.normalize(torch.randn(config.d_model), dim=0)
+    embeddings = model.model.decoder.embed_tokens.weight.data
+    model.model.decoder.layer_norm.bias.data.copy_(direction)
+    embeddings[config.eos_token_id] += 4 * direction
+    embeddings[-len(times) :] += 2 * direction
     (out / "generation_config.json").unlink()
     model.save_pretrained(out)
     save_json(out, generation_config=moved | {"max_initial_timestamp_index": 50})

@@ -12,6 +12,7 @@ import pytest
 
 from mindie_mm.media.audio.cuts import SPEECH_RATE, cuts
 from mindie_mm.nn.speech import SpeechTraits
+from mindie_mm.tokenize.clips import rest_of
 from service.audio.answer import answer, heard, joined
 from service.audio.stream import SpeechText
 from tests.models.test_qwen3_asr import TestQwen3ASR as Recognizer
@@ -28,7 +29,7 @@ def completion(content: str, tokens: list[int] | None = None) -> Any:
     if tokens is not None:
         positions = [{"token": "", "logprob": -0.5, "bytes": None, "top_logprobs": []} for _ in tokens]
         logprobs = {"content": msgspec.Raw(msgspec.json.encode(positions))}
-    choice = {"message": {"content": content}, "token_ids": tokens, "logprobs": logprobs}
+    choice = {"message": {"content": content}, "token_ids": tokens, "logprobs": logprobs, "finish_reason": "stop"}
     return {"choices": [choice], "usage": USAGE}
 
 
@@ -46,6 +47,27 @@ def test_stretches_lie_between_time_stamps() -> None:
         (11.0, 13.0, "d"),
     ]
     assert {one.avg_logprob for one in found} == {-0.5}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rest_s"),
+    [
+        ([100, 0, 150, 150, 99], 11.0),  # a further stretch begins at the end of the last one
+        ([100, 0, 150, 160, 99], 11.2),
+        ([100, 0, 150, 99], None),  # nothing is said after the last stamp
+        ([100, 0, 99], None),
+    ],
+)
+def test_a_stretch_that_begins_at_the_end_is_left_for_the_next_answer(tokens: list[int], rest_s: float | None) -> None:
+    one = heard(completion("", tokens), TIMED, (10.0, 13.0), letters, ends=[99])
+    assert one.rest_s == (None if rest_s is None else pytest.approx(rest_s))
+
+
+def test_the_rest_of_a_clip_is_a_clip(tmp_path: Path) -> None:
+    clip = tmp_path / "clip-0.wav"
+    clip.write_bytes(encode_sound(tone(2.0), SPEECH_RATE))
+    samples = [np.frombuffer(file.read_bytes()[44:], np.int16) for file in (clip, rest_of(clip, 0.52))]
+    assert np.array_equal(samples[0][round(0.52 * SPEECH_RATE) :], samples[1])
 
 
 def test_stamps_beyond_the_end_of_the_clip_are_its_end() -> None:

@@ -84,8 +84,10 @@ class AsyncTokenizer(Supervised, TokenizerStage):
         prompts: list[Prompt] = await self._answered(lambda number: Tokenize(number, [*requests]))
         return prompts
 
-    async def cut(self, speech: Media, folder: Path, max_bytes: int, domain: tuple[bytes, str]) -> Clips:
-        clips: Clips = await self._answered(lambda number: Cut(number, speech, str(folder), max_bytes, domain))
+    async def cut(
+        self, speech: Media, folder: Path, max_bytes: int, domain: tuple[bytes, str], *, always: bool
+    ) -> Clips:
+        clips: Clips = await self._answered(lambda number: Cut(number, speech, str(folder), max_bytes, domain, always))
         return clips
 
     async def _answered(self, message: Callable[[int], Tokenize | Cut]) -> Any:

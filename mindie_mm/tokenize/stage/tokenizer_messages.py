@@ -72,6 +72,7 @@ class Cut(msgspec.Struct, frozen=True, array_like=True, tag="cut"):
     folder: str
     max_bytes: int
     domain: tuple[bytes, str]
+    always: bool
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):

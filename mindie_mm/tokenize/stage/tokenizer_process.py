@@ -95,8 +95,8 @@ class Server:
         reply: Tokenized | CutUp | Failed
         try:
             if isinstance(asked, Cut):
-                stage, folder = self._prompts.stage, Path(asked.folder)
-                reply = CutUp(number, await stage.cut(asked.speech, folder, asked.max_bytes, asked.domain))
+                given = asked.speech, Path(asked.folder), asked.max_bytes, asked.domain
+                reply = CutUp(number, await self._prompts.stage.cut(*given, always=asked.always))
             else:
                 reply = Tokenized.of(number, await answer(self._prompts, asked.requests))
         except asyncio.CancelledError:

@@ -59,7 +59,9 @@ class TokenizerStage(ABC):
         return prompt
 
     @abstractmethod
-    async def cut(self, speech: Media, folder: Path, max_bytes: int, domain: tuple[bytes, str]) -> Clips:
+    async def cut(
+        self, speech: Media, folder: Path, max_bytes: int, domain: tuple[bytes, str], *, always: bool
+    ) -> Clips:
         """Cut speech into clips. `MediaStage.cut` describes the arguments and errors.
 
         Raises:
