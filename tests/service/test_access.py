@@ -260,7 +260,7 @@ def test_the_openapi_schema_names_the_paths_that_need_a_key(bare: httpx2.Client,
 
 def test_a_foreign_origin_is_refused_by_every_api(bare: httpx2.Client) -> None:
     preflight = {"Origin": "https://evil.example", "Access-Control-Request-Method": "POST"}
-    for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages"):
+    for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/audio/transcriptions"):
         assert bare.options(path, headers=preflight).status_code == 400
 
 

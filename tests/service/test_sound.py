@@ -178,5 +178,7 @@ def test_a_family_without_audio_refuses_a_sound(random_checkpoint: Path, tmp_pat
     body = {"messages": [{"role": "user", "content": [input_audio(encode_sound(tone(0.3), 16_000))]}]}
     with running_service(SETTINGS | {"spool": tmp_path / "spool"}, tmp_path / "log", random_checkpoint) as service:
         answer = httpx2.post(f"{service.url}/v1/chat/completions", json=body, timeout=300)
+        upload = httpx2.post(f"{service.url}/v1/audio/transcriptions", files={"file": b"x" * 2**20}, timeout=300)
+    assert (upload.status_code, "does not accept audio" in upload.text) == (400, True)
     assert answer.status_code == 400
     assert "does not accept audio inputs; it accepts image, video" in answer.json()["error"]["message"]
