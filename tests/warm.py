@@ -42,6 +42,7 @@ from tools import serving
 _PRELOADED = (
     __name__,
     "mindie_mm.batch.batch_process",
+    "mindie_mm.cli.serve",
     "mindie_mm.decode.nursery",
     "mindie_mm.worker.llm",
     "mindie_mm.engine.process.engine_process",

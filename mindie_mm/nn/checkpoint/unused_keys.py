@@ -120,6 +120,8 @@ def _makes_difference(stated: Mapping[str, Any], path: Path, translate: Callable
 def _strange(config: Any, stated: Mapping[str, Any], sections: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yield the keys that are not fields of their configuration class, with their values."""
     known = {*HOUSEKEEPING, *config.attribute_map, *(field.name for field in dataclasses.fields(config))}
+    if "rope_parameters" in known:  # `PreTrainedConfig` translates both old spellings, which most checkpoints have
+        known |= {"rope_scaling", "rope_theta"}
     for name, value in stated.items():
         if isinstance(value, Mapping) and name in config.sub_configs and (part := getattr(config, name, None)):
             yield from _strange(part, value, (*sections, name))
