@@ -376,7 +376,7 @@ def _implied_class(kind: Kind, settings: Mapping[str, Any]) -> str | None:
         import transformers  # imported late: few processes that read a checkpoint need it
 
         name = str(image).removesuffix("Fast").removesuffix("Pil").replace("ImageProcessor", "VideoProcessor")
-        return name if name in dir(transformers) else None
+        return name if name in transformers.__all__ else None  # dir() takes 0.2 s
     return None
 
 
