@@ -27,6 +27,7 @@ from mindie_mm.batch.output.manifest import (
     Manifest,
     drop_changed,
     drop_failed,
+    restore_run_file,
 )
 from mindie_mm.batch.output.run_folder import SHARD_FILE, RunFolder, StagedFolder, staging_path
 from mindie_mm.batch.output.shard import SCHEMA
@@ -46,6 +47,8 @@ _NAME_A_FOLDER = "Choose a folder that you may write to, or one that does not ex
 _RUN_FILES = re.compile(rf"\.lock|at-[0-9]+\.json|{SHARD_FILE.pattern}|(input-|run\.json).*")
 """Names of files that a folder may contain before run.json is written: the lock, gathered input, and files from other
 nodes."""
+_OF_SHARDS = frozenset({TIMINGS_FILE, ERRORS_FILE, README_FILE})
+"""Names of other files of a run, which a folder with shards may contain if run.json was removed."""
 _LEFT_BY_ACTORS = ("at-*.json", "input-*.partial")
 """Files that Ray actors leave in a node's folder if they are killed. Users may copy these files with the shards."""
 
@@ -98,6 +101,7 @@ def run_batch(
     with opened_folder(output, staging) as destination:
         folder = destination.path
         destination.fetch(RUN_FILE, MANIFEST_FILE, STATES_FILE)
+        restore_run_file(destination)
         require_run(destination)
         with ExitStack() as refused:
             refused.callback(drop_gathered, settings.inputs, folder)
@@ -149,7 +153,9 @@ def require_run(folder: RunFolder) -> None:
     """Raise InputError if a folder contains other files but no run, or if the folder cannot be listed."""
     if not (folder.path / RUN_FILE).exists():
         with os_errors_as(InputError, f"{folder} cannot be listed"):
-            others = [name for name in folder.names() if not _RUN_FILES.fullmatch(name)]
+            names = folder.names()
+        own = _OF_SHARDS if any(map(SHARD_FILE.fullmatch, names)) else ()
+        others = [name for name in names if not (_RUN_FILES.fullmatch(name) or name in own)]
         if others:
             raise InputError(
                 f"{folder} does not contain a run, but has other files, such as {min(others)}. Choose a folder "

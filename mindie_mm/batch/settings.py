@@ -25,10 +25,10 @@ from mindie_mm.batch.input.gather import (
 )
 from mindie_mm.batch.input.kept import types_of
 from mindie_mm.batch.input.media_folder import is_list
-from mindie_mm.batch.input.remote import RemoteFile, file_at
+from mindie_mm.batch.input.remote import RemoteFile, file_at, reading_run
 from mindie_mm.batch.input.source import MEDIA_MARK, NOT_JSON, JSONLines, Source, Tar, open_source
 from mindie_mm.batch.same_run import differences, first_difference, model_digest, versions
-from mindie_mm.errors import InputError, os_errors_as
+from mindie_mm.errors import CorruptReference, InputError, os_errors_as
 from mindie_mm.msgspec_errors import in_words
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.settings.config import MediaCaps, MiB, Switch
@@ -286,14 +286,29 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
                 earlier = msgspec.json.decode(content, type=Run)
             except NOT_JSON as error:
                 raise InputError(
-                    f"{called}/{RUN_FILE} does not describe a run of this version: {in_words(error)}"
+                    f"{called}/{RUN_FILE} does not describe a run of this version: {in_words(error)}. Remove this "
+                    "file, and run the command again. It keeps the shards if the settings and the input are the same"
                 ) from None
             if differing := _differences(earlier, self):
                 raise InputError(f"{called} contains another run: {'; '.join(differing)}. {_GO_ON}")
             if earlier == self:
                 return
-        with replacing(file) as unfinished:
+        self.write(folder)
+
+    def write(self, folder: Path) -> None:
+        """Write the run's file into `folder`. Raise StorageError if this fails."""
+        with replacing(folder / RUN_FILE) as unfinished:
             unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(self)))
+
+    @classmethod
+    def read(cls, file: Path | RemoteFile) -> Run:
+        """Read a run's file. Raise CorruptReference if it is missing or damaged, or StorageError if its store fails."""
+        with reading_run(file):
+            content = file.read_bytes()
+        try:
+            return msgspec.json.decode(content, type=cls)
+        except NOT_JSON as error:
+            raise CorruptReference(f"{file} is damaged: {in_words(error)}") from None
 
 
 def _takes_template(given: str, source: Source) -> bool:

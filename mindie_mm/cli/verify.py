@@ -19,8 +19,9 @@ def command(folder: Path | str) -> None:
     FOLDER may be a URL, such as s3://bucket/run/.
 
     The digests of all tables and files of arrays, the position and digest of each array, and the numbers of rows,
-    errors, tokens and media items must be the same as in manifest.json. The command prints the damaged files and rows,
-    and which files to remove for a repair. It does not change any file.
+    errors, tokens and media items must be the same as in manifest.json. run.json must have the settings in
+    manifest.json, and errors.jsonl the failed rows. The command prints the damaged files and rows, and which files to
+    remove for a repair. It does not change any file.
 
     Exit status: 0 if the run is intact, 1 if it is damaged.
     """

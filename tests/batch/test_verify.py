@@ -19,7 +19,8 @@ from click.testing import CliRunner
 from mindie_mm.batch import Dataset
 from mindie_mm.batch.input.files import file_digest
 from mindie_mm.cli import main
-from tests.batch.conftest import content, run_in_process, settings
+from mindie_mm.errors import InputError
+from tests.batch.conftest import content, run, run_in_process, settings
 
 TABLES = ("shard-000000000.parquet", "shard-000000004.parquet")
 ARRAYS = ("shard-000000000.safetensors", "shard-000000004.safetensors")
@@ -139,3 +140,62 @@ def test_totals_and_gaps_are_checked(folder: Path) -> None:
     (folder / "manifest.json").write_bytes(msgspec.json.encode(manifest | {"shards": manifest["shards"][1:]}))
     shown = CliRunner().invoke(main, ["verify", str(folder)])
     assert (shown.exit_code, "its shards do not contain exactly the rows 0 to 7. Remove" in shown.stderr) == (1, True)
+
+
+LOST: dict[str, bytes | None] = {"is gone": None, "is empty": b"", "is {}": b"{}", "is no text": b"\xff\n"}
+
+
+@pytest.mark.parametrize("change", LOST)
+@pytest.mark.parametrize("name", ["run.json", "errors.jsonl", "README.md"])
+def test_every_other_file_of_a_run_is_checked_and_repaired(
+    name: str, change: str, folder: Path, eight_rows: Path
+) -> None:
+    changed = LOST[change]
+    if changed is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_bytes(changed)
+    damage, repair, _, *removed = verify(folder)
+    assert damage.startswith(f"{folder / name} "), damage
+    assert removed == ([] if changed is None else [f"    {folder / name}"])
+    assert ("remove these files" in repair) == bool(removed)
+    run(settings(eight_rows.parent / "rows.jsonl", shard_rows=4), folder)
+    assert content(folder) == content(eight_rows)
+    verify(folder, 0)
+
+
+def test_descriptions_and_lists_of_another_run_are_damages(folder: Path) -> None:
+    run = json.loads((folder / "run.json").read_bytes())
+    run["settings"]["max_tokens"] = 99
+    (folder / "run.json").write_bytes(msgspec.json.encode(run))
+    failed = json.loads((folder / "errors.jsonl").read_bytes())
+    for other in ({"row": 3}, {"error": "InputError: another"}, {"id": "r3"}):
+        (folder / "errors.jsonl").write_bytes(msgspec.json.encode(failed | other) + b"\n")
+        assert verify(folder)[:2] == [
+            f"{folder}/run.json describes the run otherwise than manifest.json",
+            f"{folder}/errors.jsonl is not the list of the 1 failed rows that the tables have",
+        ]
+    (folder / "errors.jsonl").write_bytes(b"")
+    assert f"{folder}/errors.jsonl has 0 rows, but 1 rows failed" in verify(folder)
+
+
+def test_a_damaged_description_of_an_unfinished_run_can_be_removed(
+    folder: Path, eight_rows: Path, tmp_path: Path
+) -> None:
+    for name in ("manifest.json", TABLES[1]):  # the state of a repeated run that was interrupted
+        (folder / name).unlink()
+    intact = (folder / TABLES[0]).stat().st_mtime_ns
+    (folder / "run.json").write_bytes(b"{}")
+    given = settings(eight_rows.parent / "rows.jsonl", shard_rows=4)
+    with pytest.raises(
+        InputError, match=r"run\.json does not describe a run .*\. Remove this file, and run the command"
+    ):
+        run(given, folder)
+    (folder / "run.json").unlink()
+    run_in_process(given, folder)
+    assert content(folder) == content(eight_rows)
+    assert (folder / TABLES[0]).stat().st_mtime_ns == intact, "the shard is kept"
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own/README.md").touch()
+    with pytest.raises(InputError, match=r"does not contain a run, but has other files, such as README\.md"):
+        run(given, tmp_path / "own")

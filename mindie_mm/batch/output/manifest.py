@@ -18,7 +18,8 @@ from mindie_mm.batch.input.source import NOT_JSON
 from mindie_mm.batch.output.array_file import digest_of as arrays_digest
 from mindie_mm.batch.output.run_folder import RunFolder
 from mindie_mm.batch.output.shard import ShardInfo, arrays_path, read_info, read_table, table_path
-from mindie_mm.batch.settings import Run, RunFormat, require_format
+from mindie_mm.batch.output.shard_row import ShardRow
+from mindie_mm.batch.settings import RUN_FILE, Run, RunFormat, require_format
 from mindie_mm.errors import CorruptReference, InputError, StorageError, os_errors_as
 from mindie_mm.msgspec_errors import in_words
 
@@ -29,10 +30,11 @@ ERRORS_FILE = "errors.jsonl"
 README_FILE = "README.md"
 _SHARD_FILES = [f"shard-[0-9]*.{suffix}" for suffix in ("parquet", "safetensors", "journal")]
 _WRITE_AGAIN = "Remove this file, and run the command of `mindie-mm tokenize` again, which keeps the shards"
-_README = """---
+DATA_FILES = "data_files: shard-*.parquet"
+_README = f"""---
 configs:
 - config_name: default
-  data_files: shard-*.parquet
+  {DATA_FILES}
 ---
 
 This folder was written by `mindie-mm tokenize`. `manifest.json` describes its content. Each table `shard-*.parquet`
@@ -141,7 +143,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
                 if shard.info.num_errors:
                     table = read_table(folder / shard.table, shard.info.num_rows).select(["row", "id", "error"])
                     for row in table.filter(pc.field("error").is_valid()).to_pylist():
-                        file.write(msgspec.json.encode(row) + b"\n")
+                        file.write(_line_of(**row))
         with replacing(folder / README_FILE) as unfinished:
             unfinished.write_text(_README, encoding="utf-8")
         with replacing(folder / MANIFEST_FILE) as unfinished:
@@ -217,6 +219,37 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 class _OfRun(msgspec.Struct):
     run: RunFormat
+
+
+def failed_line(row: ShardRow) -> bytes:
+    """Return the line of a row in the list of failed rows, or nothing if the row has not failed."""
+    return b"" if row.error is None else _line_of(row.row, row.id, row.error)
+
+
+def _line_of(row: int, id: str, error: str) -> bytes:  # noqa: A002 - the name of the column
+    return msgspec.json.encode({"row": row, "id": id, "error": error}) + b"\n"
+
+
+def restore_run_file(folder: RunFolder) -> None:
+    """Write run.json from the manifest of a finished run if run.json is missing or damaged.
+
+    Raises:
+        InputError: The manifest is of another version.
+        CorruptReference: The manifest is damaged.
+        StorageError: A file cannot be read or written.
+
+    """
+    file = folder.path / RUN_FILE
+    if not (folder.path / MANIFEST_FILE).is_file():
+        return
+    try:
+        Run.read(file)
+    except CorruptReference as error:
+        run = Manifest.read(folder.path).run
+        _log.warning(
+            "%s. It was written again from %s", str(error).replace(str(folder.path), str(folder)), MANIFEST_FILE
+        )
+        run.write(folder.path)
 
 
 def _ids(folder: Path, shard: Shard) -> list[str]:

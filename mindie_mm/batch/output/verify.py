@@ -7,13 +7,25 @@ from dataclasses import dataclass
 from itertools import chain, groupby
 from pathlib import Path
 
+from blake3 import blake3
+
+from mindie_mm.batch.input.files import content_digest
 from mindie_mm.batch.input.remote import RemoteFile, reading_run
 from mindie_mm.batch.output.array_file import file_bytes, read_arrays
 from mindie_mm.batch.output.disk_writer import StoredArray
-from mindie_mm.batch.output.manifest import MANIFEST_FILE, Manifest, Shard
+from mindie_mm.batch.output.manifest import (
+    DATA_FILES,
+    ERRORS_FILE,
+    MANIFEST_FILE,
+    README_FILE,
+    Manifest,
+    Shard,
+    failed_line,
+)
 from mindie_mm.batch.output.shard import arrays_path, counts_of, info_in, table_path
 from mindie_mm.batch.output.shard_row import ShardRow
 from mindie_mm.batch.progress import Progress, Show
+from mindie_mm.batch.settings import RUN_FILE, Run
 from mindie_mm.errors import CorruptReference
 
 _CONVERTED_ROWS = 64
@@ -56,21 +68,61 @@ def damages(folder: Path | RemoteFile, manifest: Manifest, show: Show) -> Iterat
         present = {*folder.glob("shard-*.parquet"), *folder.glob("shard-*.safetensors")}
     for path in sorted(present - own):
         yield Damage(f"{path} is not a file of this run, but other programs would read it", path)
+    yield from _damages_of_description(folder, manifest)
     rows = errors = num_bytes = 0
+    failed: blake3 | None = blake3()
     for shard in manifest.shards:
-        found = [*_damages_of(folder, shard)]
+        records = list[ShardRow]()
+        found = [*_damages_of(folder, shard, records)]
         yield from found
+        if failed is not None and len(records) == shard.info.num_rows:
+            failed.update(b"".join(map(failed_line, records)))
+        else:
+            failed = None
         rows, num_bytes = rows + shard.info.num_rows, num_bytes + shard.info.num_bytes
         errors += len({row for damage in found for row in damage.rows})
         show(Progress(rows, errors, num_bytes, rows / manifest.num_rows), Progress())
+    yield from _damages_of_list(folder, manifest, failed)
 
 
-def _damages_of(folder: Path | RemoteFile, shard: Shard) -> Iterator[Damage]:
-    info, rows = shard.info, list[ShardRow]()
+def _damages_of_description(folder: Path | RemoteFile, manifest: Manifest) -> Iterator[Damage]:
+    """Compare the settings of the run with the manifest, and check the page that tells `datasets` where tables are."""
+    file = folder / RUN_FILE
+    try:
+        if Run.read(file) != manifest.run:
+            yield Damage(f"{file} describes the run otherwise than {MANIFEST_FILE}", file)
+    except CorruptReference as error:
+        yield Damage(str(error), file)
+    file = folder / README_FILE
+    try:
+        with reading_run(file):
+            content = file.read_bytes()
+        if DATA_FILES.encode() not in content:
+            yield Damage(f"{file} does not tell `datasets` which files are tables: it has no line {DATA_FILES!r}", file)
+    except CorruptReference as error:
+        yield Damage(str(error), file)
+
+
+def _damages_of_list(folder: Path | RemoteFile, manifest: Manifest, failed: blake3 | None) -> Iterator[Damage]:
+    """Compare the list of failed rows with the digest of that in the tables, or its length if a table is damaged."""
+    file = folder / ERRORS_FILE
+    try:
+        with reading_run(file):
+            digest = content_digest(file.read_bytes())
+        manifest.failed_rows(folder)
+        if failed is not None and digest != failed.hexdigest(16):
+            yield Damage(f"{file} is not the list of the {manifest.num_errors} failed rows that the tables have", file)
+    except CorruptReference as error:
+        yield Damage(str(error), file)
+
+
+def _damages_of(folder: Path | RemoteFile, shard: Shard, rows: list[ShardRow]) -> Iterator[Damage]:
+    """Check the files of a shard. The rows of an undamaged table are added to `rows`."""
+    info = shard.info
     table, path = (path(folder, info.first_row) for path in (table_path, arrays_path))
     every = range(info.first_row, info.stop_row)
     try:
-        rows = _rows(folder, shard)
+        rows += _rows(folder, shard)
     except CorruptReference as error:
         yield Damage(str(error), table, every)
     try:
