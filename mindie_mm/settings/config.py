@@ -169,7 +169,7 @@ class MediaCaps:
     max_audio_seconds: Seconds = 4 * 3600.0
     """Maximum length of an audio clip, according to its container."""
     max_audio_samples: Count = 2**26
-    """Maximum number of samples per channel to decode from an audio clip."""
+    """Maximum number of samples per channel to decode from an audio clip. Samples of an upload count at 16 kHz."""
     max_decode_bytes: CountOrNone = 4 * GiB
     """Memory that a decoder process may allocate, in addition to its memory at startup. If a request needs more, only
     this request fails. 0 removes the limit."""

@@ -36,9 +36,9 @@ class Clips(msgspec.Struct, frozen=True, array_like=True):
     def of(cls, plan: Plan) -> Self:
         """Return the clips of a plan. Raise OperationalError if the decoder, which may be compromised, sent another."""
         spec = plan.specs.get(SAMPLES)
-        clips = cls(spec.shape[0] if spec is not None and len(spec.shape) == 1 else 0, (0, *plan.grid))
+        clips = cls(spec.shape[0] if spec is not None else 0, (0, *plan.grid))
         is_sorted = all(start < stop for start, stop in pairwise((*clips.starts, clips.num_samples)))
-        if plan.specs != {SAMPLES: ArraySpec((clips.num_samples,), "int16")} or not is_sorted:
+        if not is_sorted or plan.specs != {SAMPLES: ArraySpec((clips.num_samples,), "int16")}:
             raise OperationalError("a decoder sent a plan that is not one of speech; send the request again")
         return clips
 

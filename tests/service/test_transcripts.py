@@ -10,9 +10,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from mindie_mm.media.audio.cuts import SPEECH_RATE, cuts
+from mindie_mm.errors import OperationalError
+from mindie_mm.media.audio.cuts import SAMPLES, SPEECH_RATE, cuts
+from mindie_mm.nn.family import Plan
 from mindie_mm.nn.speech import SpeechTraits
-from mindie_mm.tokenize.clips import rest_of
+from mindie_mm.shm import ArraySpec
+from mindie_mm.tokenize.clips import Clips, rest_of
 from service.audio.answer import answer, heard, joined
 from service.audio.stream import SpeechText
 from tests.models.test_qwen3_asr import TestQwen3ASR as Recognizer
@@ -61,6 +64,25 @@ def test_stretches_lie_between_time_stamps() -> None:
 def test_a_stretch_that_begins_at_the_end_is_left_for_the_next_answer(tokens: list[int], rest_s: float | None) -> None:
     one = heard(completion("", tokens), TIMED, (10.0, 13.0), letters, ends=[99])
     assert one.rest_s == (None if rest_s is None else pytest.approx(rest_s))
+
+
+@pytest.mark.parametrize(
+    ("spec", "grid"),
+    [
+        (ArraySpec((100,), "int16"), (50, 50)),
+        (ArraySpec((100,), "int16"), (0, 50)),
+        (ArraySpec((100,), "int16"), (50, 100)),
+        (ArraySpec((100,), "int16"), (2**60,)),
+        (ArraySpec((100,), "float32"), ()),
+        (ArraySpec((10, 10), "int16"), ()),
+    ],
+)
+def test_a_plan_that_is_not_one_of_speech_is_refused(spec: ArraySpec, grid: tuple[int, ...]) -> None:
+    """A decoder that a file has compromised may send any plan."""
+    with pytest.raises(OperationalError, match="not one of speech"):
+        Clips.of(Plan(1, {SAMPLES: spec}, "", grid))
+    with pytest.raises(OperationalError, match="not one of speech"):
+        Clips.of(Plan(1, {"other": spec}, ""))
 
 
 def test_the_rest_of_a_clip_is_a_clip(tmp_path: Path) -> None:
