@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from mindie_mm.settings.config import ServiceConfig
 from service import middleware
 from service.http import errors
+from service.http.clients import Clients
 from service.http.connection import Connection
 from service.middleware import Middleware
 from service.request.admission import Admission
@@ -45,7 +46,9 @@ async def address(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[str, i
     async def answer(asked: Body) -> str:
         return asked.a
 
-    app.add_middleware(Middleware, config=ServiceConfig(), admission=Admission(9, 60), metrics=Metrics("x"))
+    config = ServiceConfig()
+    front = {"config": config, "clients": Clients(config), "admission": Admission(9, 60), "metrics": Metrics("x")}
+    app.add_middleware(Middleware, **front)
     errors.install(app)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         running = uvicorn.Server(uvicorn.Config(app, http=Connection, lifespan="off", log_config=None))
