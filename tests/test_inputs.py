@@ -295,7 +295,7 @@ def test_the_frames_of_all_lists_of_a_call_are_limited_together():
             r"inputs\[0\] has 'source', as in Anthropic's API; send .*image_url",
         ),
         ([{"inline_data": {"data": "AA=="}}], r"inputs\[0\] has 'inline_data', as in Gemini's API; send .*image_url"),
-        ([{"type": "input_file", "file_id": "file-1"}], "no files are kept here; send the file itself in the request"),
+        ([{"type": "input_file", "file_id": "file-1"}], "send the file itself, or its id in a part of the type file"),
         ([{"type": "tool_result", "tool_use_id": "1"}], 'results as messages of role "tool"'),
         ([{"text": 5}], r"inputs\[0\].text is of type int; it must be a string"),
         ([{"text": None}], r"inputs\[0\] must have exactly one .* found none of them in \[\], and null in \['text'\]"),

@@ -48,11 +48,14 @@ def parse_file(file: Any, options: MediaOptions, where: str, *, strict: bool) ->
     """
     require_dict(file, where)
     given: Mapping[str, Any] = {key: value for key, value in file.items() if value is not None}
-    for key in ("file_id", "file_url", "url"):
+    if "file_id" in given:  # the service replaces ids that it knows
+        raise InputError(
+            f"{where}.file_id is not supported here; it must be the id of a file of /v1/files, in a chat or a "
+            f"response, and the service must be started with --files-path. Otherwise, {_NO_DATA}"
+        )
+    for key in ("file_url", "url"):
         if key in given:
-            raise InputError(
-                f"{where}.{key} is not supported, because this service does not store or fetch files; {_NO_DATA}"
-            )
+            raise InputError(f"{where}.{key} is not supported, because this service does not fetch files; {_NO_DATA}")
     unknown = (key for key in given if key not in {"file_data", "filename", "format", "mime_type"})
     pass_over(unknown, where, "a file may have the keys file_data and filename", strict=strict, foreign=())
     if not isinstance(data := given.get("file_data"), str):

@@ -47,7 +47,7 @@ _AS_URL = '; send {"type": "image_url", "image_url": {"url": "data:image/png;bas
 _FOREIGN: Mapping[str, str] = {
     "source": f"Anthropic's API{_AS_URL}",
     **dict.fromkeys(("inline_data", "inlineData", "file_data", "fileData"), f"Gemini's API{_AS_URL}"),
-    "file_id": "OpenAI's API, but no files are kept here; send the file itself in the request",
+    "file_id": "OpenAI's Responses API; send the file itself, or its id in a part of the type file",
     **dict.fromkeys(
         ("tool_use_id", "input"),
         'Anthropic\'s API; send tool calls as "tool_calls" of the assistant, and results as messages of role "tool"',

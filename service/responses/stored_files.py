@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import pybase64
-
 from mindie_mm.errors import naming
-from mindie_mm.processes.tasks import in_thread
 from service.request.incoming import Incoming
+from service.request.stored_files import stored_file
 from service.responses.body import CustomOutputItem, FilePart, FunctionOutputItem, InputItem, MessageItem, Part
 
 
@@ -43,15 +41,8 @@ async def _read(parts: Sequence[Part], where: str, incoming: Incoming) -> list[P
     for part in parts:
         if isinstance(part, FilePart) and part.file_id is not None:
             with naming(where):
-                part = await _read_file(part, part.file_id, incoming)  # noqa: PLW2901 - the part with its content
+                file = await stored_file(part.file_id, incoming)
+            named = {"file_id": None, **file, "filename": part.filename or file["filename"]}
+            part = part.model_copy(update=named)  # noqa: PLW2901 - the part with its content
         read.append(part)
     return read
-
-
-async def _read_file(part: FilePart, file_id: str, incoming: Incoming) -> FilePart:
-    store, owner = incoming.service.files, incoming.file_owner
-    stored = await in_thread(lambda: store.get(owner, file_id))
-    incoming.hold(stored.bytes * 4 // 3)
-    data = await in_thread(lambda: pybase64.b64encode(store.content(stored, owner).read_bytes()).decode())
-    update = {"file_id": None, "file_data": data, "filename": part.filename or stored.filename}
-    return part.model_copy(update=update)

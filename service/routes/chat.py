@@ -22,6 +22,7 @@ from service.request.chat_call import after_prompt, chat_call
 from service.request.incoming import Incoming, IncomingDep, Responder
 from service.request.message import MessageParts, MessageReader, MessageRules, ReasoningCount, delta_of, is_whole
 from service.request.prompts import Parse
+from service.request.stored_files import with_stored_files
 from service.request.text_logprobs import LogprobsBuffer
 from service.request.token_text import TokensAsIds, chat_logprobs, in_turns, prompt_logprobs
 from service.schemas.choices import Choice, Usage, Used, media_spans, usage
@@ -47,6 +48,7 @@ router = APIRouter()
 @router.post("/v1/chat/completions", responses=streamed(ChatCompletionChunk, whole=ChatCompletion, last=DONE))
 async def chat_completions(body: ChatBody, incoming: IncomingDep) -> Response:
     """Answer a chat, which may contain pictures, videos and sound. Stream the answer on request."""
+    body = body.model_copy(update={"messages": await with_stored_files(body.messages, incoming)})
     return incoming.answered(chat_of(body, incoming), stream=body.stream)
 
 

@@ -153,7 +153,7 @@ ENCRYPTED = "/Encrypt <</Filter/Standard/V 1/R 2/P -4/O<" + "00" * 32 + ">/U<" +
         (file_part("https://example.org/a.pdf"), "send the content of the file in file_data"),
         (file_part("data:application/pdf,%25PDF"), "not of the form data:<type>;base64"),
         (file_part("not base64!"), "not valid base64"),
-        ({"type": "file", "file": {"file_id": "file-1"}}, "file_id is not supported"),
+        ({"type": "file", "file": {"file_id": 1}}, "file_id is not supported here"),
         ({"type": "file", "file": {}}, "file_data is missing"),
         ({"type": "file", "file": "x"}, "file is of type str"),
         (file_part(b"a", "n" * 10_000), "filename has 10000 characters; the limit is 255"),

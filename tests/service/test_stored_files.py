@@ -206,3 +206,20 @@ def test_a_file_counts_as_part_of_the_body(clients: list[openai.OpenAI]) -> None
     with pytest.raises(openai.APIStatusError, match="request body has at least") as caught:
         clients[0].responses.create(model="tiny", input=[{"role": "user", "content": [part] * 9}])
     assert caught.value.status_code == 413
+
+
+def test_a_chat_reads_files_of_its_key(clients: list[openai.OpenAI]) -> None:
+    first, second = clients
+    file = first.files.create(file=("note.txt", b"A red circle."), purpose="user_data")
+    sent = {"filename": "note.txt", "file_data": "data:text/plain;base64,QSByZWQgY2lyY2xlLg=="}
+
+    def chat(client: openai.OpenAI, part: Any) -> str | None:
+        content: Any = [{"type": "text", "text": "What does the file say?"}, {"type": "file", "file": part}]
+        given: Any = [{"role": "user", "content": content}]
+        answer = client.chat.completions.create(model="tiny", messages=given, max_tokens=20, temperature=0)
+        return answer.choices[0].message.content
+
+    assert chat(first, {"file_id": file.id}) == chat(first, sent)
+    assert chat(first, {"file_id": file.id, "filename": "b.txt"}) == chat(first, sent | {"filename": "b.txt"})
+    with pytest.raises(openai.NotFoundError, match=re.escape("messages[0].content[1]: the file")):
+        chat(second, {"file_id": file.id})
