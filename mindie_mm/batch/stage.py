@@ -198,21 +198,32 @@ class Stage:
 
     def _parsed(self, record: Record, place: _Place) -> Row:
         settings = self._settings
-        whole = settings.whole_conversations
-        return parse(record, place.folder, settings.template, self._aside, whole=whole, adapt=self._adapt)
+        return parse(
+            record,
+            place.folder,
+            settings.template,
+            self._aside,
+            whole=settings.whole_conversations,
+            chat=settings.chat,
+            adapt=self._adapt,
+        )
 
     def _prompt(self, row: Row) -> Prompt:
         tokenizer, settings = self._tokenizer, self._settings
+        items, webui = row.items or (), settings.webui_images
+        end = len(items) - row.answer_items
+        question, answer = (read_texts(part, webui=webui) for part in (items[:end], items[end:]))
         options = PromptOptions(
             settings.max_tokens,
             settings.truncate,
             parse_special=row.parse_special,
             marks_assistant=settings.assistant_spans,
+            answer_items=len(answer),
         )
         variables, effort = self._traits.with_effort(row.template_kwargs, row.reasoning_effort)
         request = TokenizeRequest(
-            messages=None if row.messages is None else read_texts(row.messages, webui=settings.webui_images),
-            items=read_texts(row.items or (), webui=settings.webui_images),
+            messages=None if row.messages is None else read_texts(row.messages, webui=webui),
+            items=[*question, *answer],
             chat=settings.chat if row.chat is None else row.chat,
             add_generation_prompt=row.add_generation_prompt,
             chat_template_kwargs=variables | ({"reasoning_effort": effort} if effort else {}),

@@ -111,7 +111,9 @@ class PromptOptions:
     template: str = ""
     """Name of the chat template, if the checkpoint has several. Empty stands for the default."""
     marks_assistant: bool = False
-    """Whether to locate the assistant's turns in a chat. If they cannot be located, the prompt is refused."""
+    """Whether to locate the assistant's turns. If they cannot be located, the prompt is refused."""
+    answer_items: int = 0
+    """Number of items at the end of a prompt without a template that are the assistant's turn."""
 
     @property
     def domain(self) -> tuple[bytes, str]:

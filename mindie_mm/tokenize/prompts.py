@@ -130,7 +130,18 @@ class Prompts:
             rendered = self._text.render_items(pieces, parse_special=parse_special)
             if not (options.add_special_tokens or planned):
                 return Prompt(np.array(self._text.encode(rendered, "none").ids, np.int64))
-            return self._expanded(self._encode(rendered, planned, "missing"), planned)
+            prompt = self._expanded(self._encode(rendered, planned, "missing"), planned)
+            if not (options.marks_assistant and options.answer_items):
+                return prompt
+            question = self._text.render_items(pieces[: -options.answer_items], parse_special=parse_special)
+            start, in_common = self._begins_with(question, prompt, planned, "missing")
+            if in_common < start:
+                raise InputError(
+                    "the completion cannot be located: the prompt alone has other tokens from token "
+                    f"{in_common} on than with the completion. Move the space or the text between them into the other "
+                    "one, or train on all tokens"
+                )
+            return replace(prompt, assistant=((start, len(prompt.ids)),))
 
         return Draft(media_of(items), expand, options)
 
@@ -191,20 +202,28 @@ class Prompts:
         """
         bounds = []
         for index, cut_off in enumerate(cuts):
-            num_items = len(planned)
-            if self._inserted_at is None:
-                num_items = min(num_items, self._text.count_markers(cut_off, self._markers))
-            own = planned[:num_items]
-            ids = self._expanded(self._encode(cut_off, own, special_tokens), own).ids
-            if not np.array_equal(ids, prompt.ids[: len(ids)]):
-                at = _in_common(ids.tolist(), prompt.ids.tolist())
+            bound, in_common = self._begins_with(cut_off, prompt, planned, special_tokens)
+            if in_common < bound:
                 raise InputError(
                     f"the assistant's turn {index // 2 + 1} cannot be located: the conversation up to its "
-                    f"{'end' if index % 2 else 'beginning'} has other tokens from token {at} on than the whole "
+                    f"{'end' if index % 2 else 'beginning'} has other tokens from token {in_common} on than the whole "
                     "conversation. Use a chat template with {% generation %}, or train on all tokens"
                 )
-            bounds.append(len(ids))
+            bounds.append(bound)
         return tuple(zip(bounds[::2], bounds[1::2], strict=True))
+
+    def _begins_with(
+        self, cut_off: Rendered, prompt: Prompt, planned: Sequence[PlannedItem], special_tokens: SpecialTokens
+    ) -> tuple[int, int]:
+        """Return the number of ids of the beginning of a prompt's text, and how many of these begin the prompt."""
+        num_items = len(planned)
+        if self._inserted_at is None:
+            num_items = min(num_items, self._text.count_markers(cut_off, self._markers))
+        own = planned[:num_items]
+        ids = self._expanded(self._encode(cut_off, own, special_tokens), own).ids
+        if np.array_equal(ids, prompt.ids[: len(ids)]):
+            return len(ids), len(ids)
+        return len(ids), _in_common(ids.tolist(), prompt.ids.tolist())
 
     def draft_turn(
         self,

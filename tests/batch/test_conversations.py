@@ -89,12 +89,76 @@ def test_places_of_several_media_keep_their_order() -> None:
         ({"texts": TEXTS, "conversations": TALK}, r"\['conversations', 'texts'\], which conflict"),
         ({"texts": TEXTS, "messages": [AGAIN]}, r"\['texts', 'messages'\], which conflict"),
         ({"prompt": [AGAIN], "chosen": [ANSWER], "rejected": [ANSWER]}, "no completion of messages"),
+        ({"conversations": [], "image": "a.png"}, "the row's conversations is an empty list; .* at least one turn"),
+        ({"texts": []}, "the row's texts is an empty list"),
+        ({"prompt": [], "completion": [ANSWER]}, "the row's prompt is an empty list"),
+        ({"texts": ["What?"], "images": ["a.png"]}, "the row's texts is of type list; it must be a list of objects"),
+        ({"conversations": "What?", "id": 1}, "the row's conversations is of type str"),
         ({"file_name": "a.xyz", "text": "What?"}, "file_name is 'a.xyz'; it must be the name of a media file"),
     ],
 )
 def test_a_conversation_that_cannot_be_whole_fails_its_row(row: dict[str, Any], why: str) -> None:
     with pytest.raises(InputError, match=why):
         parsed(row, whole=True)
+
+
+def test_an_empty_conversation_beside_another_prompt_is_ignored() -> None:
+    assert parsed({"conversations": [], "texts": [], "text": "a", "image": "a.png"}) == parsed(
+        {"text": "a", "image": "a.png"}
+    )
+
+
+FIRST_ANSWERS: dict[str, dict[str, Any]] = {
+    "conversations": {"conversations": TALK[2:]},
+    "texts": {"texts": [{"assistant": "A <image>."}, {"user": "Sure?"}]},
+}
+
+
+@pytest.mark.parametrize("form", FIRST_ANSWERS)
+def test_a_conversation_that_begins_with_an_answer_is_whole_or_fails_with_the_reason(form: str, tmp_path: Path) -> None:
+    row = FIRST_ANSWERS[form]
+    with pytest.raises(InputError, match=f"the row's {form} begin with an answer, so that no question comes before"):
+        parsed(row)
+    assert parsed(row, whole=True) == parsed({"messages": [ANSWER, AGAIN]}, whole=True)
+    rows = written(tmp_path / "rows.jsonl", [row, {"messages": [AGAIN, ANSWER]}])
+    run_in_process(settings(rows, whole_conversations=True, assistant_spans=True), tmp_path / "run")
+    first, last = Dataset(tmp_path / "run")
+    assert (first.error, last.error) == (None, None)
+    ((start, stop),), ((other, end),) = first.assistant, last.assistant
+    assert first.ids[start:stop].tolist() == last.ids[other:end].tolist(), "the same tokens as of a later answer"
+
+
+def test_a_prompt_and_a_completion_without_roles_stay_texts_without_a_template(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(PICTURE)
+    pairs = [
+        {"prompt": "The sky is", "completion": " blue.", "image": "a.png"},
+        {"completion": " blue.", "prompt": "The sky is"},
+        {"prompt": "ab", "completion": ""},
+        {"prompt": "1", "completion": "\n"},
+        {"prompt": "interna", "completion": "tional"},
+    ]
+    given = written(tmp_path / "pairs.jsonl", pairs)
+    options = {"whole_conversations": True, "chat": False}
+    run_in_process(settings(given, assistant_spans=True, **options), tmp_path / "run")
+    texts = [{"image": row.get("image"), "text": row["prompt"] + row["completion"]} for row in pairs]
+    run_in_process(settings(written(tmp_path / "texts.jsonl", texts), chat=False), tmp_path / "texts")
+    prompts = [{**row, "completion": None} for row in pairs]
+    run_in_process(settings(written(tmp_path / "prompts.jsonl", prompts), **options), tmp_path / "prompts")
+    for sample, whole, prompt in zip(*(Dataset(tmp_path / name) for name in ("run", "texts", "prompts")), strict=True):
+        if sample.row == 4:
+            assert "the completion cannot be located: the prompt alone has other tokens from token " in str(
+                sample.error
+            )
+            continue
+        assert (sample.error, sample.ids.tolist()) == (None, whole.ids.tolist())
+        assert [*map(tuple, sample.assistant)] == [(len(prompt.ids), len(whole.ids))]
+    run_in_process(settings(given, whole_conversations=True), tmp_path / "chat")
+    chat = written(
+        tmp_path / "chat.jsonl",
+        [{"messages": [{"role": "user", "content": "The sky is"}, {"role": "assistant", "content": " blue."}]}],
+    )
+    run_in_process(settings(chat, whole_conversations=True), tmp_path / "expected")
+    assert Dataset(tmp_path / "chat")[1].ids.tolist() == Dataset(tmp_path / "expected")[0].ids.tolist()
 
 
 def test_the_command_reads_an_array_of_whole_conversations(tmp_path: Path) -> None:

@@ -427,15 +427,15 @@ def test_an_empty_media_item_is_refused(row: dict[str, Any]) -> None:
     [
         (
             {"id": 1, "image": "0.jpg", "conversations": []},
-            r"no text, and its keys \['conversations'\].* id,image to read",
+            "conversations is an empty list; .*, or leave it out with --select-columns",
         ),
         (
             {"images": ["0.jpg"], "texts": ["q"]},
-            r"media but no text, and its keys \['texts'\] would be ignored",
+            "texts is of type list; .*, or leave it out with --select-columns",
         ),
         (
-            {"video": "0.mp4", "question": "q", "answers": []},
-            r"media but no text, and its keys \['answers', 'question'\]",
+            {"video": "0.mp4", "id": 1, "question": "q", "answers": []},
+            r"media but no text, and its keys \['answers', 'question'\].* video,id to read",
         ),
         ({"image_file": "0.jpg", "text": "q"}, r"a text but no media, and its keys \['image_file'\].* text to read"),
         (

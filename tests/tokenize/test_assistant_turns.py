@@ -35,6 +35,10 @@ FORGETTING = (
     "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+PLAIN = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 def with_template(out, template):
@@ -45,7 +49,7 @@ def with_template(out, template):
     return out
 
 
-def turns(path, messages, path_file):
+def turns(path, messages, path_file=None):
     """Return the texts of the assistant's turns."""
     decode = family_named("qwen2_5_omni").tokenizer(Checkpoint.open(path)).decode
     with Tokenizer.from_pretrained(path) as tokenizer:
@@ -53,7 +57,8 @@ def turns(path, messages, path_file):
             parse_messages(messages), False, options=PromptOptions(marks_assistant=True)
         )
         prompt = tokenizer.make(draft, path_file)
-        release(path_file)
+        if path_file is not None:
+            release(path_file)
     return [decode(prompt.plain_ids[start:stop]) for start, stop in prompt.assistant]
 
 
@@ -74,3 +79,44 @@ def test_a_conversation_whose_turns_cannot_be_located_is_refused(tmp_path):
     texts = [message for message in MESSAGES if isinstance(message["content"], str)]
     with pytest.raises(InputError, match=r"turn 1 cannot be located: .* to its end has other tokens from token \d+ on"):
         turns(path, texts, None)
+
+
+def test_a_conversation_may_begin_with_the_assistant(tmp_path):
+    answer = {"role": "assistant", "content": "Hello <|im_start|>!"}
+    assert turns(None, [answer, *MESSAGES[3:]]) == ["Hello <|im_start|>!<|im_end|>\n", "Blue.<|im_end|>\n"]
+    assert turns(None, [answer]) == ["Hello <|im_start|>!<|im_end|>\n"]
+    greeting = "{% if messages[0].role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
+    path = with_template(tmp_path / "greeting", greeting + PLAIN)
+    assert turns(path, [answer]) == ["Hello <|im_start|>!<|im_end|>\n"], "a default system prompt comes first"
+    thinking = PLAIN.replace(
+        "\n{{ m.content }}", "\n{% if m.role == 'assistant' %}<think></think>{% endif %}{{ m.content }}"
+    )
+    path = with_template(tmp_path / "thinking", thinking)
+    assert turns(path, [answer, *MESSAGES[3:]])[0].startswith("<think></think>Hello"), "as in later turns"
+
+
+UNLOCATED = {
+    "another header": (
+        "<|im_start|>{{ m.role }}",
+        "<|im_start|>{{ 'bot' if loop.first else m.role }}",
+        "is the first message, and",
+    ),
+    "no text": (
+        "{{ m.content }}",
+        "{% if not loop.first or m.role == 'user' %}{{ m.content }}{% endif %}",
+        "is the first message, and",
+    ),
+    "refused": (
+        "{% for m in messages %}",
+        "{% for m in messages %}{% if m.role != 'user' %}{{ raise_exception('Begin with a user') }}{% endif %}",
+        "the chat template refuses these messages: Begin with a user",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNLOCATED)
+def test_a_first_turn_that_cannot_be_located_is_refused_with_the_reason(case, tmp_path):
+    old, new, why = UNLOCATED[case]
+    path = with_template(tmp_path / "other", PLAIN.replace(old, new))
+    with pytest.raises(InputError, match=why):
+        turns(path, [{"role": "assistant", "content": "Hello!"}])

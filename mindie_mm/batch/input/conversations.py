@@ -24,30 +24,34 @@ _ROLES = {
 """Role in a chat of each speaker in `from`."""
 _MARK = re.compile(rf"\n?<({'|'.join(KINDS)})>\n?")
 """Mark of a media item in the question of a LLaVA row, with the line break that separates the item from the text."""
+_OTHER_PROMPTS = frozenset({"text", "prompt", "inputs", "messages"})
 _TURNS = ("system", "user", "assistant")
 """Keys of a round in `texts`, in the order of their turns."""
 
 
-def as_chat(record: Mapping[str, Any], *, whole: bool) -> dict[str, Any]:
+def as_chat(record: Mapping[str, Any], *, whole: bool, chat: bool = True) -> dict[str, Any]:
     """Return a row with `messages` and media instead of a conversation in another format. Other rows are unchanged.
 
     Args:
         record: Row without nulls.
         whole: Whether to keep all turns. If False, a conversation ends before its first answer.
+        chat: Whether a prompt and a completion that are strings become a chat. If False, they are unchanged.
 
     Raises:
-        InputError: The row has several conversations, or a turn is not valid.
+        InputError: The row has several conversations, a conversation without a turn or without a question before its
+            first answer, or a turn that is not valid.
 
     """
     row = dict(record)
     forms = [form for form in CONVERSATIONS if _is_list_of_objects(row.get(form))]
     if _is_list_of_objects(row.get("prompt")):
         forms.append("prompt")
-    if not forms and whole and isinstance(row.get("prompt"), str) and isinstance(row.get("completion"), str):
+    if not forms and whole and chat and is_completed(row):
         question, answer = row.pop("prompt"), row.pop("completion")
         turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         return row | {"messages": turns}
     if not forms:
+        _require_turns(row)
         return row
     if len(forms) > 1 or "messages" in row or "inputs" in row:
         named = [*forms, *(key for key in ("messages", "inputs") if key in row)]
@@ -65,11 +69,35 @@ def as_chat(record: Mapping[str, Any], *, whole: bool) -> dict[str, Any]:
     if not whole:
         answers = [number for number, turn in enumerate(turns) if turn.get("role") == "assistant"]
         turns = turns if form == "prompt" else turns[: answers[0] if answers else None]
+        if not turns:
+            raise InputError(
+                f"the row's {form} begin with an answer, so that no question comes before the first answer. Remove "
+                "this turn, or use --whole-conversations to keep all turns"
+            )
     return row | {"messages": turns}
 
 
 def _is_list_of_objects(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(one, Mapping) for one in value)
+
+
+def is_completed(record: Mapping[str, Any]) -> bool:
+    """Return whether a row has a prompt and a completion without roles."""
+    return isinstance(record.get("prompt"), str) and isinstance(record.get("completion"), str)
+
+
+def _require_turns(record: Mapping[str, Any]) -> None:
+    """Raise InputError if the only prompt of a row is a conversation without turns, or of another type."""
+    if not _OTHER_PROMPTS.isdisjoint(record) and record.get("prompt") != []:
+        return
+    for form in (*CONVERSATIONS, "prompt"):
+        if form in record:
+            found = record[form]
+            found = "an empty list" if found == [] else f"of type {type(found).__name__}"
+            raise InputError(
+                f"the row's {form} is {found}; it must be a list of objects with at least one turn. Remove this key, "
+                "or leave it out with --select-columns"
+            )
 
 
 def with_named_files(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,13 @@ from typing import Any
 
 import msgspec
 
-from mindie_mm.batch.input.conversations import CONVERSATION_KEYS, CONVERSATIONS, as_chat, with_named_files
+from mindie_mm.batch.input.conversations import (
+    CONVERSATION_KEYS,
+    CONVERSATIONS,
+    as_chat,
+    is_completed,
+    with_named_files,
+)
 from mindie_mm.batch.input.placed import has_places, has_question, with_media
 from mindie_mm.batch.input.record import MEDIA_KEYS, UNREAD_KEYS, Files, Record, number_of
 from mindie_mm.batch.input.request import CHAT, Adapt, is_batch_line, prompt_of
@@ -69,6 +75,8 @@ class Row:
     """Same as `PromptOptions.parse_special`."""
     chat: bool | None = None
     """Whether items are formatted as one user turn. None means the setting of the run."""
+    answer_items: int = 0
+    """Number of items at the end that are the answer, in a row without a chat template."""
 
 
 def set_aside(columns: Collection[str], kept: Collection[str]) -> frozenset[str]:
@@ -83,6 +91,7 @@ def parse(
     aside: Collection[str] = (),
     *,
     whole: bool = False,
+    chat: bool = True,
     adapt: Adapt | None = None,
 ) -> Row:
     """Convert a record to a row.
@@ -104,6 +113,7 @@ def parse(
         aside: Keys of the record that are not part of the prompt.
         whole: Whether to keep all turns of conversations in the formats of `as_chat`, and to end a chat after its last
             message by default. If False, a conversation ends before its first answer.
+        chat: Whether the run applies the chat template. If not, a prompt and a completion that are strings stay texts.
         adapt: Function that adapts the chats of OpenAI's batch lines to the chat template, as `prompt_of` describes.
 
     Raises:
@@ -112,12 +122,12 @@ def parse(
     """
     try:
         if isinstance(record, Files):
-            return _from_files(record, folder, template, aside, whole)
+            return _from_files(record, folder, template, aside, whole, chat)
         if isinstance(record, bytes):
             value = _without_nulls(_without(_decoded(record, "the row"), aside))
         else:
             value = _without_nulls(_without(record, aside), kept=frozenset())
-        return _from_object(value, partial(located, folder=folder), whole, adapt)
+        return _from_object(value, partial(located, folder=folder), whole, chat, adapt)
     except RecursionError:
         raise InputError("the row is nested too deeply") from None
 
@@ -126,7 +136,7 @@ def _without(record: Any, aside: Collection[str]) -> Any:
     return {key: value for key, value in record.items() if key not in aside} if isinstance(record, dict) else record
 
 
-def _from_object(record: Any, locate: _Locate, whole: bool, adapt: Adapt | None = None) -> Row:
+def _from_object(record: Any, locate: _Locate, whole: bool, chat: bool, adapt: Adapt | None = None) -> Row:
     if isinstance(record, list):
         record = {"inputs": record}
     if not isinstance(record, Mapping):
@@ -135,13 +145,13 @@ def _from_object(record: Any, locate: _Locate, whole: bool, adapt: Adapt | None 
     if is_batch_line(record):
         row = _from_row(prompt_of(record, adapt), locate, whole=False)
         return replace(row, chat=None if record["url"] == CHAT else False)
-    return _from_row(record, locate, whole)
+    return _from_row(record, locate, whole, chat)
 
 
-def _from_row(record: Mapping[str, Any], locate: _Locate, whole: bool) -> Row:
+def _from_row(record: Mapping[str, Any], locate: _Locate, whole: bool, chat: bool = True) -> Row:
     if MEDIA_KEYS.isdisjoint(record):
         record = with_named_files(record)
-    record = as_chat(record, whole=whole)
+    record = as_chat(record, whole=whole, chat=chat)
     given = [key for key in _PROMPTS if key in record]
     flat = [key for key in record if key in _FLAT]
     if not (flat or given):
@@ -163,7 +173,9 @@ def _from_row(record: Mapping[str, Any], locate: _Locate, whole: bool) -> Row:
     variables = _variables(record, opens=not (whole and given == ["messages"]))
     if flat:
         _require_whole(record, flat)
-        return Row(_located(parse_inputs(_flat_items(record)), locate), **variables)
+        items = _flat_items(record)
+        answer = [{"text": record["completion"]}] if whole and not chat and is_completed(record) else []
+        return Row(_located(parse_inputs([*items, *answer]), locate), **variables, answer_items=len(answer))
     if given[0] == "inputs":
         return Row(_located(parse_inputs(prompt), locate), **variables)
     return Row(messages=[_located_message(message, locate) for message in parse_messages(prompt)], **variables)
@@ -185,7 +197,9 @@ def _require_whole(record: Mapping[str, Any], flat: Sequence[str]) -> None:
         )
 
 
-def _from_files(record: Files, folder: Path | str, template: str, aside: Collection[str], whole: bool) -> Row:
+def _from_files(
+    record: Files, folder: Path | str, template: str, aside: Collection[str], whole: bool, chat: bool
+) -> Row:
     """Convert the files of a tar's row.
 
     If the row's .json file contains a prompt, the prompt may refer to the other files as media. If not, all media files
@@ -202,7 +216,7 @@ def _from_files(record: Files, folder: Path | str, template: str, aside: Collect
         # If the row has media files, a text in its .json file is only the text for these media.
         prompts = (MEDIA_KEYS if media else _FLAT).union(_PROMPTS, CONVERSATIONS)
         if not isinstance(described, dict) or described.keys() & prompts:
-            return _from_object(described, partial(_located_file, files=record.files, folder=folder), whole)
+            return _from_object(described, partial(_located_file, files=record.files, folder=folder), whole, chat)
     if packed := [name for name in record.files if ending_of(name) in _PACKED and _is_meant(name)]:
         raise InputError(
             f"the row {record.key} has the compressed file {packed[0]}, which may contain part of the row. Unpack "

@@ -170,9 +170,36 @@ class ChatTemplate:
         found = []
         for index, message in enumerate(messages):
             if message.role == "assistant":
-                found.append(self.render(messages[:index], True, template_kwargs, items))
+                before = messages[:index]
+                found.append(
+                    self.render(before, True, template_kwargs, items) if before else self._before_first(template_kwargs)
+                )
                 found.append(self.render(messages[: index + 1], False, template_kwargs, items))
         return found
+
+    def _before_first(self, template_kwargs: Mapping[str, Any]) -> Rendered:
+        """Return the prompt up to the beginning of an assistant's turn that is the first message.
+
+        The template cannot render the messages before this turn, because there are none. The turn begins after the same
+        header as an answer to a question.
+
+        Raises:
+            InputError: The template refuses such a turn, or does not begin it with this header.
+
+        """
+        text = unused_character([self._source, *strings(template_kwargs)])
+        asked = [Message("user", text)]
+        opened, closed = (self.render(asked, opens, template_kwargs).text for opens in (True, False))
+        whole = self.render([Message("assistant", text)], False, template_kwargs)
+        before, *after = whole.text.split(text)
+        header = opened.removeprefix(closed)
+        if len(after) != 1 or not opened.startswith(closed) or (header and before.count(header) != 1):
+            raise InputError(
+                "the assistant's turn 1 cannot be located: it is the first message, and the chat template does not "
+                "begin it as it begins an answer to a question. Remove this turn, put a question before it, or use a "
+                "chat template with {% generation %}"
+            )
+        return replace(whole, text=before[: before.index(header) + len(header)] if header else before)
 
     def _rendered(
         self,
