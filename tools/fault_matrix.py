@@ -77,8 +77,9 @@ def run(rig: Rig, point: Point) -> Run:
         run_result.troubles.append(f"before the kill: {error}")
         return run_result
     works: list[Callable[[], str]] = [lambda: rig.ask(stream=True), rig.ask, rig.ask]
-    if point.cause == "leave":
-        works.append(rig.leave)
+    further = {"leave": rig.leave, "batch": rig.batch}
+    if point.cause in further:
+        works.append(further[point.cause])
     if point.cause == "preempt":
         if (said := rig.preempt()) != "right":
             run_result.troubles.append(f"a long answer before the kill: {said}")
@@ -237,6 +238,8 @@ def _look_for_the_rest(rig: Rig, run_result: Run) -> None:
         run_result.troubles.append(f"blocks are left: {held}")
     if wait_until(lambda: not rig.left_in_spool(), 10) is None:
         run_result.troubles.append(f"left in the spool: {rig.left_in_spool()}")
+    if (said := rig.end_of_batches()) != "right":
+        run_result.troubles.append(f"batches: {said}")
 
 
 def _die_at_the_start(rig: Rig, point: Point, run_result: Run) -> None:

@@ -19,6 +19,7 @@ class Point:
     - `ask`: requests.
     - `preempt`: requests, and answers that preempt each other.
     - `leave`: requests, and a client that disconnects.
+    - `batch`: requests, and a client that uploads and runs a batch.
     - `stop`: SIGTERM to the service.
     - `start`: a start of the service.
     - `lose engine`, `lose replica`, `lose tokenizer`, `lose nursery`, `lose fork_server`: SIGKILL to this process.
@@ -88,6 +89,8 @@ POINTS = (
     ),
     Point("api", "remade", "preempt"),
     Point("api", "added-again", "preempt"),
+    *(Point("api", f"batch-{state}", "batch") for state in ("begun", "answered", "finalizing", "described", "ended")),
+    Point("api", "uploading", "batch"),
     Point("api", "reclaiming", "lose tokenizer"),
     Point("api", "spawned", "start"),
     Point("api", "starting", "start"),

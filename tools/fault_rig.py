@@ -23,6 +23,8 @@ from tools.serving import RunningService, running_service
 DEADLINE_S = 240.0
 """Time after which a request counts as hanging, and a process as not restarted."""
 NUM_DECODERS = 2
+BATCH_REQUESTS = 6
+"""Number of requests of a batch."""
 SETTINGS: dict[str, object] = {
     "arena_bytes": 32 << 20,
     "decoders": NUM_DECODERS,
@@ -69,6 +71,7 @@ class Rig:
         self._device = device
         self.folder = folder
         self.spool = folder / "spool"
+        self.files = folder / "files"
         self.faults = folder / "faults"
         self.faults.mkdir(parents=True)
         self.num_engines = 1
@@ -90,7 +93,8 @@ class Rig:
         if self._service is None:
             self._starts += 1
             log = self.folder / f"log-{self._starts}"
-            settings = SETTINGS | {"spool": self.spool, "device": self._device, "replicas": self.num_engines}
+            settings = SETTINGS | {"spool": self.spool, "files_path": self.files, "device": self._device}
+            settings |= {"replicas": self.num_engines}
             environment = {"MINDIE_MM_FAULTS": str(self.faults)}
             self._service = self._stack.enter_context(self._running(settings, log, environment=environment))
         return self._service
@@ -198,6 +202,42 @@ class Rig:
         text: str = answer.json()["choices"][0]["message"]["content"]
         self._long = self._long or text  # the first answer is requested alone, so it is not preempted
         return "right" if text == self._long else f"wrong: {text[-80:]!r}"
+
+    def batch(self) -> str:
+        """Upload and begin a batch of questions about images. The outcome of the batch is that of `end_of_batches`."""
+        body = chat([self.picture("red", (220, 40, 40), "square")], "What is in the image?")
+        line = {"method": "POST", "url": CHAT, "body": body}
+        lines = [json.dumps({"custom_id": f"{number}", **line}) for number in range(BATCH_REQUESTS)]
+        asked = {"endpoint": CHAT, "completion_window": "24h"}
+        try:
+            with httpx2.Client(base_url=self.service.url, timeout=DEADLINE_S) as client:
+                file = client.post("/v1/files", files={"file": "\n".join(lines).encode()}, data={"purpose": "batch"})
+                made = client.post("/v1/batches", json=asked | {"input_file_id": file.json()["id"]})
+        except httpx2.HTTPError:
+            return "lost"
+        return "right" if made.status_code == 200 else f"error {made.text}"
+
+    def end_of_batches(self) -> str:
+        """Wait until all batches have ended. Return `right` if each of their requests has the right answer once."""
+        with httpx2.Client(base_url=self.service.url, timeout=DEADLINE_S) as client:
+
+            def batches() -> list[dict[str, Any]]:
+                found: list[dict[str, Any]] = client.get("/v1/batches", params={"limit": 100}).json()["data"]
+                return found
+
+            if wait_until(lambda: all(one["status"] == "completed" for one in batches()), DEADLINE_S) is None:
+                return f"not completed: {batches()}"
+            for batch in batches():
+                output = client.get(f"/v1/files/{batch['output_file_id']}/content").text.splitlines()
+                lines = [json.loads(line) for line in output]
+                texts = {line["response"]["body"]["choices"][0]["message"]["content"] for line in lines}
+                if {text.strip().rstrip(".").lower() for text in texts} != {"red square"}:
+                    return f"wrong: {texts}"
+                if sorted(int(line["custom_id"]) for line in lines) != [*range(BATCH_REQUESTS)]:
+                    return f"lines: {lines}"
+            if left := [path for path in (self.files / "uploads").iterdir() if any(path.iterdir())]:
+                return f"left in the uploads: {left}"
+        return "right"
 
     def left_in_spool(self) -> list[str]:
         """Return the contents of the spool's directories. Empty directories are reclaimed after a minute."""

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from secrets import token_hex
 
+from mindie_mm.processes import faults
 from mindie_mm.processes.tasks import in_thread, task_group
 from service.batches.answers import AnswerFile, answer_line, error_line
 from service.batches.record import Batch, Status
@@ -73,14 +74,17 @@ class BatchRun:
             if batch.status == "validating":
                 batch.total = len(requests)
                 await self._become("in_progress")
+            faults.point("batch-begun")
             await self._answer_all(requests)
             batch.output_file_id, batch.error_file_id = (
                 f"file-{token_hex(12)}" if path.stat().st_size else None
                 for path in (self._folder.output, self._folder.errors)
             )
             await self._become("finalizing")
+            faults.point("batch-finalizing")
         await in_thread(self._store_output)
         await self._become(batch.outcome)
+        faults.point("batch-ended")
         await in_thread(self._folder.end)
 
     async def _become(self, status: Status) -> None:
@@ -173,6 +177,7 @@ class BatchRun:
                 why = f"the answers of the batch have more than {most} bytes, which is the limit of all files of a key"
                 line, file = error_line(self._batch.id, number, request.custom_id, "output_too_large", why), errors
             written = await in_thread(lambda: file.append(line))
+            faults.point("batch-answered")
             self._batch.count(written)
             self._changed = True
 

@@ -23,6 +23,7 @@ import msgspec
 from typing_extensions import TypedDict
 
 from mindie_mm.errors import LimitExceeded, NotStored
+from mindie_mm.processes import faults
 from mindie_mm.settings.config import ServiceConfig
 
 DAY_S = 24 * 3600
@@ -199,6 +200,8 @@ class FileStore:
             purpose=purpose,
         )
         replace_file(_description(content), msgspec.json.encode(stored))
+        if purpose == "batch_output":
+            faults.point("batch-described")
         with suppress(FileNotFoundError):
             path.rename(content)
         return stored

@@ -18,6 +18,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.exceptions import HTTPException
 
 from mindie_mm.errors import InputError, RequestAborted, SpoolFull
+from mindie_mm.processes import faults
 from mindie_mm.processes.tasks import in_thread
 
 _log = logging.getLogger(__name__)
@@ -137,6 +138,7 @@ async def _receive(request: Request, form: _Form, file: FileIO, spend: Callable[
     form.end()
     if form.num_waiting:
         await write()
+    faults.point("uploading")
 
 
 def _write_all(file: FileIO, data: bytes) -> None:

@@ -41,6 +41,12 @@ SLOW_SLICE = (
     "engine.restored",  # the engine has just taken over an answer that has begun
     "api.remade",  # the path file lists the media twice
     "api.added-again",  # the engine continues an answer when the service dies
+    "api.uploading",  # a file has been received, but not stored
+    "api.batch-begun",  # no request of a batch has been answered
+    "api.batch-answered",  # a line has been written, but not counted
+    "api.batch-finalizing",  # all lines have been written
+    "api.batch-described",  # the output has a description, but no content
+    "api.batch-ended",  # the batch has ended, but its folder has not been cleaned
 )
 
 
