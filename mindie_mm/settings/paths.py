@@ -14,6 +14,8 @@ from mindie_mm.errors import InputError
 
 _MAX_SHOWN = 200
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,63})://")
+_BROKEN_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(:/|::)")
+"""A URL that lost a slash in `pathlib.Path`, or a chain of URLs. A local path can begin with ./ instead."""
 _SECRET = re.compile(r"//[^/@]*:[^/@]*@|\bhttps?://([^/@]*@|[^?]*\?)", re.IGNORECASE)
 """A password in a URL, or a user name or a query of http, which are often tokens."""
 
@@ -43,6 +45,16 @@ def require_url(name: str, url: str) -> str:
         )
     scheme, mark, rest = url.partition("://")
     return f"{scheme.lower()}{mark}{rest}"
+
+
+def require_no_broken_url(name: str, given: object) -> None:
+    """Raise InputError if the path `name` is a URL that lost a slash in `pathlib.Path`, or a chain of URLs."""
+    if _BROKEN_URL.match(str(given)):
+        shown = shown_url(str(given))
+        raise InputError(
+            f"{name} is {shown}, which looks like a URL but is not one. Give a URL as a string with // in it, and a "
+            f"path as ./{shown}"
+        )
 
 
 def shown_url(url: str) -> str:
@@ -78,6 +90,7 @@ def local(name: str, path: str | os.PathLike[str]) -> Path:
     """Return the argument `name` as an absolute path. Raise InputError if it is empty, a URL or not a path."""
     if isinstance(path, str) and (not path or is_url(path)):
         raise InputError(f"{name} is {shown_url(path)!r}; it must be the path of a local file or folder")
+    require_no_broken_url(name, path)
     return absolute(path)
 
 

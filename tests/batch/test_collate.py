@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
@@ -82,3 +85,26 @@ def test_wrong_batches_are_refused(dataset: Dataset) -> None:
         dataset.collate([])
     with pytest.raises(InputError, match="labels is 'none'; it must be assistant, all or None"):
         dataset.collate(dataset[:], labels="none")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"samples": [1, 2]}, r"samples\[0\] is of type int; it must be a sample of a Dataset"),
+        ({"samples": "ab"}, r"samples\[0\] is of type str"),
+        ({"samples": 7}, "samples is of type int; it must be a list of samples"),
+        ({"samples": []}, "samples is empty"),
+        ({"packing": 64.0}, "packing is 64.0; it must be a number of tokens"),
+        ({"packing": "64"}, "packing is '64'; it must be a number of tokens"),
+        ({"packing": None}, "packing is None; it must be a number of tokens"),
+        ({"packing": True}, "packing is True; it must be a number of tokens"),
+        ({"padding": np.zeros(2)}, "padding is .*; it must be left or right"),
+        ({"padding": 1}, "padding is 1; it must be left or right"),
+        ({"labels": ["all"]}, r"labels is \['all'\]; it must be assistant, all or None"),
+        ({"labels": np.zeros(2)}, "labels is .*; it must be assistant, all or None"),
+    ],
+)
+def test_arguments_of_another_type_are_refused(dataset: Dataset, wrong: dict[str, Any], why: str) -> None:
+    with pytest.raises(InputError, match=why):
+        dataset.collate(**{"samples": dataset[:2], **wrong})
+    assert dataset.collate(iter(dataset[:2]), packing=np.int64(64))["input_ids"].shape == (1, 64)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from mindie_mm.batch import Dataset
@@ -50,3 +52,11 @@ def test_wrong_numbers_and_a_wrong_list_of_errors_are_refused(dataset: Dataset, 
         (tmp_path / "errors.jsonl").write_text(content)
         with pytest.raises(CorruptReference, match=reason):
             dataset.manifest.failed_rows(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["seed", "epoch", "consumed", "rank", "num_ranks"])
+@pytest.mark.parametrize("value", ["1", 1.0, None, True, [1]])
+def test_numbers_of_another_type_are_refused_by_the_call(name: str, value: Any, dataset: Dataset) -> None:
+    with pytest.raises(InputError, match=f"^{name} is .*; it must be an integer"):
+        dataset.order(**{name: value})
+    assert [*dataset.order(**{"num_ranks": 2, name: np.int64(1)})] == [*dataset.order(**{"num_ranks": 2, name: 1})]

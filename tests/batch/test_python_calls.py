@@ -202,6 +202,8 @@ def test_a_row_that_cannot_be_written_is_named(row: Any, why: str) -> None:
         ([], {"workers": 0}, "num_workers is 0; it must be at least 1"),
         ([], {"parse_special": "maybe"}, "parse_special is 'maybe'; it must be one of on, off"),
         ([], {"progress": "bar"}, "progress is 'bar'; it must be 'auto', 'json' or 'off'"),
+        ([], {"resume": "no"}, "resume is 'no'; it must be true or false"),
+        ([], {"retry_errors": 1}, "retry_errors is 1; it must be true or false"),
         ([], {"part": 2}, "part is 2; it must be a string"),
         ([], {"select_columns": ["a", 7]}, "select_columns is ['a', 7]; it must be a list of elements, each a string"),
         ([], {"keep_columns": {"a": 7}}, "the column a has the type 7, which is unknown"),

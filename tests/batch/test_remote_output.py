@@ -19,8 +19,9 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
+from mindie_mm import generate_dataset, tokenize_dataset
+from mindie_mm.batch import Dataset, stage
 from mindie_mm.batch import run as run_module
-from mindie_mm.batch import stage
 from mindie_mm.batch.batch_messages import Step
 from mindie_mm.batch.input.file_state import InputStates
 from mindie_mm.batch.input.remote import RemoteFile
@@ -430,6 +431,24 @@ def test_a_full_local_disk_ends_the_run(
     assert stored(url) == content(whole)
 
 
+def test_every_argument_refuses_a_url_that_lost_a_slash(few: Path, tmp_path: Path) -> None:
+    broken, run = Path("s3://bucket/run"), tmp_path / "run"
+    calls: dict[str, Callable[[], object]] = {
+        "output": lambda: tokenize_dataset(few, broken),
+        "an input": lambda: tokenize_dataset([few, broken], run),
+        "model": lambda: tokenize_dataset(few, run, model=broken),
+        "staging": lambda: tokenize_dataset(few, run, staging=broken),
+        "the given file or folder": lambda: Dataset(broken),
+        "tokenized": lambda: generate_dataset(broken, tmp_path / "answers.jsonl"),
+    }
+    for name, call in calls.items():
+        with pytest.raises(InputError, match=f"^{name} is s3:/bucket/run, which looks like a URL but is not one"):
+            call()
+    refused = CliRunner().invoke(main, ["verify", "s3:/bucket/run"])
+    assert (refused.exit_code, "which looks like a URL but is not one" in refused.stderr) == (2, True)
+    assert not run.exists()
+
+
 def test_outputs_that_cannot_have_a_run_are_refused(few: Path, url: str, tmp_path: Path) -> None:
     for given, why in (
         *((f"{protocol}://host/run", f"a run cannot be written to {protocol}://") for protocol in NO_RENAMING),
@@ -656,16 +675,23 @@ def test_a_chain_of_urls_is_refused() -> None:
         output_at("s3://bucket/a::b")
 
 
-@pytest.mark.parametrize(("name", "error"), [("manifest.json", CorruptReference), ("run.json", InputError)])
-def test_damage_is_reported_with_the_url(
-    name: str, error: type[Exception], few: Path, url: str, tmp_path: Path
-) -> None:
-    """The local copies are removed."""
+def test_damage_is_reported_with_the_url(few: Path, url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The local copies are removed. A damaged run.json is written again."""
     run(settings(few), url, tmp_path)
-    Path(url.removeprefix("local://"), name).write_bytes(b"{")
-    with pytest.raises(error, match=rf"^{url}/{name} ") as refused:
+    folder, staging = Path(url.removeprefix("local://")), str(tmp_path / "mindie_mm")
+    before = (folder / "run.json").read_bytes()
+    (folder / "run.json").write_bytes(b"{")
+    run(settings(few), url, tmp_path)
+    assert (folder / "run.json").read_bytes() == before
+    assert f"{url}/run.json is damaged" in caplog.text
+    (folder / "manifest.json").write_bytes(b"{")
+    with pytest.raises(CorruptReference, match=f"^{url}/manifest.json ") as refused:
         run(settings(few), url, tmp_path)
-    assert str(tmp_path / "mindie_mm") not in str(refused.value)
+    (folder / "manifest.json").unlink()
+    (folder / "run.json").write_bytes(b"{")
+    with pytest.raises(InputError, match=f"^{url}/run.json does not describe a run") as unfinished:
+        run(settings(few), url, tmp_path)
+    assert staging not in f"{caplog.text} {refused.value} {unfinished.value}"
     assert [*tmp_path.glob("mindie_mm-staging-*")] == []
 
 

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -205,6 +206,35 @@ def test_a_block_without_memory_is_refused(tmp_path: Path, monkeypatch: pytest.M
         add(file, 1, 2)
         file.finish()
     assert load_file(tmp_path / "a")["1.0.scale"].tolist() == [2.0] * 3
+
+
+def test_rows_are_in_the_journal_when_the_interval_has_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages and docs promise that a killed run repeats at most the row in progress and the last 10 s."""
+    assert 0 < array_file.SAVE_INTERVAL_S <= 10
+    now = 1000.0
+    monkeypatch.setattr(array_file, "time", SimpleNamespace(monotonic=lambda: now))
+
+    def num_kept() -> int:
+        """Return the number of rows that another call would keep if this process were killed now."""
+        file._writer.wait()
+        for name in ("a", "a.journal"):
+            shutil.copy(tmp_path / name, tmp_path / f"copy-{name}")
+        kept = 0
+        with writing(tmp_path / "copy-a") as copy:
+            while copy._journal.kept and copy.keep(copy._journal.kept[0].row):
+                assert copy._journal.take().row == kept
+                kept += 1
+        return kept
+
+    with writing(tmp_path / "a") as file:
+        found, finished = list[int](), list[float]()
+        for row, passed in enumerate((0, 0.9, 0.2, 0.5, 0.4, 0.2, 3, 0, 0.7, 0.7)):
+            now += passed * array_file.SAVE_INTERVAL_S
+            add(file, row, row + 1)
+            finished.append(now)
+            found.append(num_kept())
+            assert all(now - at <= array_file.SAVE_INTERVAL_S for at in finished[found[-1] :])
+        assert found == [0, 0, 3, 3, 3, 3, 7, 7, 7, 10], "rows are not written one by one"
 
 
 DAMAGES: dict[str, Callable[[Path, Path], object]] = {

@@ -27,7 +27,7 @@ from mindie_mm.batch.input.source import NOT_JSON
 from mindie_mm.errors import InputError, os_errors_as
 from mindie_mm.media.endings import ending_of
 from mindie_mm.msgspec_errors import in_words
-from mindie_mm.settings.paths import absolute, is_url, require_url
+from mindie_mm.settings.paths import absolute, is_url, require_no_broken_url, require_url
 
 Write = Callable[[BinaryIO, int | None], None]
 """Function that writes rows to a file, and a limit on their number."""
@@ -71,6 +71,7 @@ def input_named(given: str) -> str:
             return given
         with os_errors_as(InputError, f"{given} cannot be read"):
             return f"{given}/" if RemoteFile(given).is_folder() else given
+    require_no_broken_url("an input", given)
     return STDIN if given == STDIN or given in _STDIN_PATHS else str(absolute(given))
 
 

@@ -18,7 +18,7 @@ from mindie_mm.batch.input.file_state import FileState
 from mindie_mm.errors import CorruptReference, InputError, LimitExceeded, MediaError, StorageError, os_errors_as
 from mindie_mm.inputs import Media
 from mindie_mm.settings.config import MAX_SOURCE_BYTES
-from mindie_mm.settings.paths import absolute, is_url, require_url, shown_url
+from mindie_mm.settings.paths import absolute, is_url, require_no_broken_url, require_url, shown_url
 
 _BLOCK_BYTES = 4 << 20
 """Number of bytes that one request fetches. s3fs would fetch 50 MiB to read the footer of a table."""
@@ -166,6 +166,7 @@ def file_at(given: str | os.PathLike[str]) -> Path | RemoteFile:
     """
     if isinstance(given, str) and is_url(given):
         return RemoteFile(require_url("the given file or folder", given))
+    require_no_broken_url("the given file or folder", given)
     return absolute(given)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -10,6 +10,8 @@ import numpy as np
 
 from mindie_mm.batch.output.sample import Sample, SampleItem
 from mindie_mm.errors import InputError
+from mindie_mm.inputs import type_of
+from mindie_mm.settings.limits import python_number
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,14 +48,7 @@ def collate(
     """Implement `Dataset.collate`. `pad_token` fills rows up."""
     import torch  # imported late, because reading samples does not need it
 
-    if not samples:
-        raise InputError("samples is empty; it must have at least one sample without an error")
-    if padding not in ("left", "right"):
-        raise InputError(f"padding is {padding!r}; it must be left or right")
-    if labels not in (None, "assistant", "all"):
-        raise InputError(f"labels is {labels!r}; it must be assistant, all or None")
-    if isinstance(packing, bool) or packing < 0:
-        raise InputError(f"packing is {packing}; it must be a number of tokens, or 0 for one sample per row")
+    samples, packing = _checked(samples, padding, labels, packing)
     if packing and (why := processor.traits.not_packed):
         raise InputError(f"packing is not supported for this model, because {why}")
     rows = [_row(sample, processor, labels) for sample in samples]
@@ -74,6 +69,26 @@ def collate(
     if gap:
         batch["position_ids"] = torch.where(mask, torch.arange(packing), packing - 1)
     return {**batch, "use_cache": False}
+
+
+def _checked(samples: Any, padding: Any, labels: Any, packing: Any) -> tuple[list[Sample], int]:
+    """Return the samples and `packing`. Raise InputError if an argument has a wrong type or value."""
+    if not isinstance(samples, Iterable):
+        raise InputError(f"samples is {type_of(samples)}; it must be a list of samples")
+    samples = [*samples]
+    if not samples:
+        raise InputError("samples is empty; it must have at least one sample without an error")
+    for index, sample in enumerate(samples):
+        if not isinstance(sample, Sample):
+            raise InputError(f"samples[{index}] is {type_of(sample)}; it must be a sample of a Dataset")
+    if not isinstance(padding, str) or padding not in ("left", "right"):
+        raise InputError(f"padding is {padding!r}; it must be left or right")
+    if labels is not None and (not isinstance(labels, str) or labels not in ("assistant", "all")):
+        raise InputError(f"labels is {labels!r}; it must be assistant, all or None")
+    packing = python_number(packing)
+    if not isinstance(packing, int) or isinstance(packing, bool) or packing < 0:
+        raise InputError(f"packing is {packing!r}; it must be a number of tokens, or 0 for one sample per row")
+    return samples, packing
 
 
 def _batch(

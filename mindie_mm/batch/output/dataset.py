@@ -25,6 +25,7 @@ from mindie_mm.batch.output.shard import arrays_path, read_table, table_path
 from mindie_mm.batch.output.shard_row import ShardRow
 from mindie_mm.batch.output.shard_table import ShardTable
 from mindie_mm.errors import InputError
+from mindie_mm.settings.limits import converted
 from mindie_mm.settings.paths import absolute
 from mindie_mm.shm import ArraySpec
 from mindie_mm.shm.mapping import map_file
@@ -120,8 +121,8 @@ class Dataset(Sequence[Sample]):
                 if `use_cache` is False.
 
         Raises:
-            InputError: A sample has an error, is longer than `packing` or has no known turns of the assistant, or the
-                model cannot be trained on packed samples. The message has the reason.
+            InputError: An argument has a wrong type, a sample has an error, is longer than `packing` or has no known
+                turns of the assistant, or the model cannot be trained on packed samples. The message has the reason.
 
         """
         return collate(samples, self._model.processor(), self._model.pad_token(), padding, labels, packing)
@@ -141,10 +142,12 @@ class Dataset(Sequence[Sample]):
             num_ranks: Number of ranks.
 
         Raises:
-            InputError: A number is out of its range.
+            InputError: A number is not an integer or is out of its range.
             StorageError: The list of failed rows cannot be read.
 
         """
+        given = {"seed": seed, "epoch": epoch, "consumed": consumed, "rank": rank, "num_ranks": num_ranks}
+        seed, epoch, consumed, rank, num_ranks = (converted(name, number, int) for name, number in given.items())
         shards = [range(shard.info.first_row, shard.info.stop_row) for shard in self.manifest.shards]
         failed = self.manifest.failed_rows(self.folder) if self.manifest.num_errors else ()
         return Order(shards, failed, (seed, epoch), consumed, rank, num_ranks)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
@@ -16,8 +15,6 @@ from mindie_mm.settings.paths import is_url, local, require_url
 _RENAMING = frozenset({"local", "sftp", "ssh"})
 """Protocols of file systems in which a new name replaces another file at once. In others, a rename fails if the name is
 taken (SMB, WebHDFS), or copies the file, which is then visible in part."""
-_BROKEN_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(:/|::)")
-"""A URL that lost a slash in `pathlib.Path`, or a chain of URLs. A local path can begin with ./ instead."""
 _WHAT_TO_DO: list[tuple[type[OSError], str]] = [
     (PermissionError, "Check the credentials, and that they may list, read, write and delete there"),
     (FileNotFoundError, "Check that the bucket exists"),
@@ -32,7 +29,6 @@ def output_at(given: Any) -> Path | str:
         InputError: It is not a path, or no run can be written there.
 
     """
-    text = str(given)
     if isinstance(given, str) and is_url(given):
         url = require_url("output", given)
         if "::" in url:
@@ -44,11 +40,6 @@ def output_at(given: Any) -> Path | str:
                 f"{', '.join(sorted(STORES | _RENAMING))}"
             )
         return url.rstrip("/")
-    if _BROKEN_URL.match(text):
-        raise InputError(
-            f"output is {text}, which looks like a URL but is not one. Give a URL as a string with // in it, and a "
-            f"path as ./{text}"
-        )
     return local("output", given)
 
 
