@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,10 @@ class Limits(msgspec.Struct, frozen=True):
     """Maximum size of a line."""
     output_bytes: int
     """Maximum size of all answers of a batch."""
+
+
+ACCEPTED = Limits(requests=sys.maxsize, line_bytes=sys.maxsize - 1, output_bytes=sys.maxsize)
+"""Limits on an input that an earlier process has accepted, perhaps with higher limits."""
 
 
 class Request(msgspec.Struct):

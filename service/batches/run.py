@@ -14,7 +14,7 @@ from mindie_mm.processes import faults
 from mindie_mm.processes.tasks import in_thread, task_group
 from service.batches.answers import AnswerFile, answer_line, error_line
 from service.batches.record import Batch, Status
-from service.batches.requests import Limits, Requests
+from service.batches.requests import ACCEPTED, Limits, Requests
 from service.batches.store import BatchFolder
 from service.files.store import FileStore
 
@@ -65,7 +65,8 @@ class BatchRun:
         """
         batch = self._batch
         if batch.status in ("validating", "in_progress"):
-            requests = await in_thread(lambda: Requests(self._folder.input, batch.endpoint, self._means.limits))
+            limits = self._means.limits if batch.status == "validating" else ACCEPTED
+            requests = await in_thread(lambda: Requests(self._folder.input, batch.endpoint, limits))
             if requests.mistakes:
                 batch.mistakes = requests.mistakes
                 await self._become("failed")

@@ -6,6 +6,7 @@ empty file for each batch that has not ended, so that a service finds these with
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
@@ -22,7 +23,9 @@ from mindie_mm.errors import LimitExceeded, NotStored
 from mindie_mm.shm import request_directory
 from mindie_mm.shm.liveness_lock import LivenessLock
 from service.batches.record import Batch
-from service.files.store import FileStore, replace_file
+from service.files.store import FileStore, replace_file, sync
+
+_log = logging.getLogger(__name__)
 
 _BATCH_ID = re.compile(r"batch_[0-9a-f]{24}", re.ASCII)
 _DESCRIPTION = "batch.json"
@@ -38,6 +41,11 @@ class BatchFolder:
     path: Path
     marker: Path
     """File that exists until the batch has ended."""
+
+    @property
+    def exists(self) -> bool:
+        """Whether the batch has a description, perhaps one that cannot be read."""
+        return os.path.lexists(self.path / _DESCRIPTION)
 
     @property
     def input(self) -> Path:
@@ -72,10 +80,15 @@ class BatchFolder:
             raise
 
     def read(self) -> Batch | None:
-        """Return the batch as it is stored, or None if it does not exist."""
-        with suppress(FileNotFoundError):
-            return msgspec.json.decode((self.path / _DESCRIPTION).read_bytes(), type=Batch)
-        return None
+        """Return the batch as it is stored, or None if it does not exist or cannot be read."""
+        path = self.path / _DESCRIPTION
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=Batch)
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+            _log.error("the batch in %s is passed over, because its description cannot be read: %s", path, error)
+            return None
 
     def write(self, batch: Batch) -> None:
         """Store the batch. Only the process that holds its lock may do so."""
@@ -134,6 +147,7 @@ class BatchStore:
                 shutil.copyfile(content, new.input)
             new.write(batch)
             new.path.rename(folder.path)
+        sync(folder.path.parent)
         return folder
 
     def _make_room(self, owner: str) -> None:
@@ -173,7 +187,7 @@ class BatchStore:
             batch = folder.read()
             if batch is not None and not batch.has_ended:
                 yield owner, batch_id
-            elif batch is not None or _age_s(marker) > _CREATING_S:
+            elif batch is not None or (_age_s(marker) > _CREATING_S and not folder.exists):
                 folder.end()
 
     def folder(self, owner: str, batch_id: str) -> BatchFolder:

@@ -250,14 +250,25 @@ class FileStore:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a small file, so that readers see either its earlier content or `content`."""
+    """Write a small file, so that readers see its earlier content or `content`, even after a failure of the power."""
     new = path.with_name(f".{path.name}.{token_hex(4)}")
     try:
         new.write_bytes(content)
+        sync(new)
         new.rename(path)
     except BaseException:
         new.unlink(missing_ok=True)
         raise
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until the content of a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def page_of(ids: Mapping[str, int], after: str | None, limit: int) -> tuple[int, int]:

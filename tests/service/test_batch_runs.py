@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import resource
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mindie_mm.errors import LimitExceeded
+from mindie_mm.errors import LimitExceeded, NotStored
 from mindie_mm.settings.config import ServiceConfig
 from mindie_mm.shm import make_spool
 from service.batches import run
@@ -22,7 +24,7 @@ from service.batches.record import Batch
 from service.batches.requests import Limits
 from service.batches.run import BatchRun, Means
 from service.batches.store import BatchFolder, BatchStore, new_id
-from service.files.store import FileStore
+from service.files.store import FileStore, replace_file
 
 URL = "/v1/completions"
 OWNER = "all"
@@ -238,3 +240,59 @@ def test_batches_in_progress_count_toward_the_quota(place: Place) -> None:
     assert place.files.used(OWNER).num_bytes == used.num_bytes
     folder.output.write_bytes(bytes(1000))
     assert place.files.used(OWNER).num_bytes == used.num_bytes + 1000
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"id": "\xff"}', None], ids=repr)
+async def test_a_description_that_cannot_be_read_stops_no_other_batch(
+    place: Place, caplog: pytest.LogCaptureFixture, content: bytes | None
+) -> None:
+    """The files of the batch stay, so that the operator can repair it."""
+    bad, good = place.create(1), place.create(1)
+    description = bad.path / "batch.json"
+    description.unlink()
+    if content is None:
+        description.mkdir()
+    else:
+        description.write_bytes(content)
+    os.utime(bad.marker, (0, 0))
+    assert [*place.store.unfinished()] == [(OWNER, good.path.name)]
+    assert str(description) in caplog.text
+    assert [batch.id for batch in place.store.batches(OWNER)] == [good.path.name]
+    with pytest.raises(NotStored):
+        place.store.get(OWNER, bad.path.name)
+    assert bad.input.exists()
+    place.create(1)
+    assert (await place.run(good)).status == "completed"
+
+
+def test_a_file_is_on_the_disk_before_it_replaces_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def synced(descriptor: int) -> None:
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        calls.append("folder" if path == tmp_path else path.read_text("utf-8"))
+        calls.append((tmp_path / "a").read_text())
+
+    monkeypatch.setattr(os, "fsync", synced)
+    (tmp_path / "a").write_text("old")
+    replace_file(tmp_path / "a", b"new")
+    assert calls == ["new", "old", "folder", "new"]
+
+
+async def test_limits_do_not_apply_to_a_batch_that_has_been_accepted(tmp_path: Path) -> None:
+    """A service that starts again with lower limits continues the batch, and keeps its answers."""
+    place = Place(tmp_path / "files")
+    folder = place.create(30)
+    with full_disk(2000), pytest.raises(OSError, match="too large"):
+        await place.run(folder)
+    kept = folder.output.read_bytes()
+    for limits in (
+        Limits(requests=1, line_bytes=1000, output_bytes=2**20),
+        Limits(requests=100, line_bytes=5, output_bytes=2**20),
+    ):
+        place.means = replace(place.means, limits=limits)
+        assert (await place.run(place.create(2))).status == "failed"
+    batch = await place.run(folder)
+    assert (batch.status, batch.completed) == ("completed", 30)
+    content = place.files.content(place.files.get(OWNER, str(batch.output_file_id)), OWNER)
+    assert content.read_bytes().startswith(kept)
