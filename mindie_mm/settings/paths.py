@@ -48,8 +48,11 @@ def require_url(name: str, url: str) -> str:
 
 
 def require_no_broken_url(name: str, given: object) -> None:
-    """Raise InputError if the path `name` is a URL that lost a slash in `pathlib.Path`, or a chain of URLs."""
-    if _BROKEN_URL.match(str(given)):
+    """Raise InputError if the path `name` is a URL that lost a slash in `pathlib.Path`, or a chain of URLs.
+
+    `require_path` refuses a `file:` URL.
+    """
+    if _BROKEN_URL.match(str(given)) and not is_file_url(given):
         shown = shown_url(str(given))
         raise InputError(
             f"{name} is {shown}, which looks like a URL but is not one. Give a URL as a string with // in it, and a "
