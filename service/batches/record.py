@@ -155,6 +155,10 @@ class Batch(msgspec.Struct, kw_only=True):
             "metadata": self.metadata,
         }
 
+    def note(self, code: str, message: str) -> None:
+        """Add a reason why the batch has failed, or is not complete."""
+        self.mistakes = [*self.mistakes, {"code": code, "message": message, "param": None, "line": None}]
+
     def count(self, line: AnswerLine) -> None:
         """Count a line of the output."""
         response = line.response

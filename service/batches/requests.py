@@ -24,11 +24,9 @@ class Limits(msgspec.Struct, frozen=True):
     """Maximum number of requests in a batch."""
     line_bytes: int
     """Maximum size of a line."""
-    output_bytes: int
-    """Maximum size of all answers of a batch."""
 
 
-ACCEPTED = Limits(requests=sys.maxsize, line_bytes=sys.maxsize - 1, output_bytes=sys.maxsize)
+ACCEPTED = Limits(requests=sys.maxsize, line_bytes=sys.maxsize - 1)
 """Limits on an input that an earlier process has accepted, perhaps with higher limits."""
 
 

@@ -8,8 +8,10 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from secrets import token_hex
 
+from mindie_mm.errors import LimitExceeded, NotStored
 from mindie_mm.processes import faults
 from mindie_mm.processes.tasks import in_thread, task_group
 from service.batches.answers import AnswerFile, answer_line, error_line
@@ -30,6 +32,8 @@ _WHY = {
     "expired": ("batch_expired", "this request was not answered before the completion window ended"),
     "cancelled": ("batch_cancelled", "the batch was cancelled before this request was answered"),
 }
+
+_NO_ROOM = "quota_exceeded"
 
 Answer = Callable[[str, bytes, str], Awaitable[tuple[int, str, bytes]]]
 """Function that answers a request: endpoint, body and owner to status, request id and body."""
@@ -57,6 +61,8 @@ class BatchRun:
         self._means = means
         self._writing = asyncio.Lock()
         self._changed = False
+        self._room = 0
+        """Number of bytes that can be written before the files of the key are measured again."""
 
     async def run(self) -> None:
         """Continue the batch until it has ended. Raise OSError if its files cannot be read or written.
@@ -65,14 +71,8 @@ class BatchRun:
         """
         batch = self._batch
         if batch.status in ("validating", "in_progress"):
-            limits = self._means.limits if batch.status == "validating" else ACCEPTED
-            requests = await in_thread(lambda: Requests(self._folder.input, batch.endpoint, limits))
-            if requests.mistakes:
-                batch.mistakes = requests.mistakes
-                await self._become("failed")
-                await in_thread(self._folder.end)
-                return
-            if batch.status == "validating":
+            requests = await self._requests()
+            if requests is not None and batch.status == "validating":
                 batch.total = len(requests)
                 await self._become("in_progress")
             faults.point("batch-begun")
@@ -81,12 +81,31 @@ class BatchRun:
                 f"file-{token_hex(12)}" if path.stat().st_size else None
                 for path in (self._folder.output, self._folder.errors)
             )
+        if batch.output_file_id or batch.error_file_id:
             await self._become("finalizing")
             faults.point("batch-finalizing")
-        await in_thread(self._store_output)
+            await in_thread(self._store_output)
         await self._become(batch.outcome)
         faults.point("batch-ended")
         await in_thread(self._folder.end)
+
+    async def _requests(self) -> Requests | None:
+        """Return the requests. If the batch ends because of its input, note the reason and return None."""
+        batch = self._batch
+        limits = self._means.limits if batch.status == "validating" else ACCEPTED
+        try:
+            requests = await in_thread(lambda: Requests(self._folder.input, batch.endpoint, limits))
+        except OSError as error:
+            has_expired = batch.expires_at <= time.time()
+            if not has_expired and not isinstance(error, FileNotFoundError):
+                raise  # the file system may recover
+            batch.outcome = "expired" if has_expired else "failed"
+            batch.note("unreadable_input", f"the service cannot read the input of the batch: {error.strerror}")
+            return None
+        if requests.mistakes:
+            batch.outcome, batch.mistakes = "failed", requests.mistakes
+            return None
+        return requests
 
     async def _become(self, status: Status) -> None:
         self._batch.status = status
@@ -95,53 +114,81 @@ class BatchRun:
 
     def _store_output(self) -> None:
         batch = self._batch
-        for file_id, path in ((batch.output_file_id, self._folder.output), (batch.error_file_id, self._folder.errors)):
-            if file_id is not None:
-                self._means.files.put(
-                    self._folder.owner,
-                    file_id,
-                    path,
-                    filename=f"{batch.id}_{path.name}",
-                    purpose="batch_output",
-                    expires_after_s=batch.output_expires_after_s,
-                )
+        batch.output_file_id = self._stored(batch.output_file_id, self._folder.output)
+        batch.error_file_id = self._stored(batch.error_file_id, self._folder.errors)
 
-    async def _answer_all(self, requests: Requests) -> None:
-        """Answer the requests that have no answer yet, until the batch expires or is cancelled."""
+    def _stored(self, file_id: str | None, path: Path) -> str | None:
+        """Move a file of the output into the store, and return its id."""
+        if file_id is None:
+            return None
+        batch = self._batch
+        try:
+            self._means.files.put(
+                self._folder.owner,
+                file_id,
+                path,
+                filename=f"{batch.id}_{path.name}",
+                purpose="batch_output",
+                expires_after_s=batch.output_expires_after_s,
+            )
+        except NotStored as error:
+            batch.outcome = "failed"
+            batch.note("output_lost", str(error))
+            return None
+        return file_id
+
+    async def _answer_all(self, requests: Requests | None) -> None:
+        """Answer the requests that have no answer yet, until the batch expires or is cancelled, or its key has no room.
+
+        Without requests, only count the answers of an earlier process.
+        """
         batch = self._batch
         with ExitStack() as opened:
             output, errors = AnswerFile(self._folder.output), AnswerFile(self._folder.errors)
             for file in (output, errors):
                 opened.callback(file.close)
             answered = await in_thread(lambda: self._count_again([output, errors]))
+            if requests is None:
+                return
             left = [(index, number) for index, number in enumerate(requests.numbers()) if number not in answered]
             if batch.outcome == "completed":
-                working = asyncio.create_task(self._work(requests, left, output, errors))
-                try:
-                    while (outcome := await self._outcome(working)) is None:
-                        await asyncio.wait([working], timeout=_LOOK_S)
-                finally:
-                    working.cancel()
-                    await asyncio.gather(working, return_exceptions=True)
-                batch.outcome = outcome
+                batch.outcome = await self._outcome(requests, left, output, errors)
             if batch.outcome != "completed":
                 await in_thread(lambda: self._folder.write(batch))  # a later process must not begin to answer again
+            if batch.outcome in _WHY:
                 await in_thread(lambda: self._give_up(requests, [output, errors]))
 
-    async def _outcome(self, working: asyncio.Task[None]) -> Status | None:
-        """Return the outcome if the batch is over, and store its counts otherwise."""
-        if working.done():
-            working.result()
-            return "completed"
-        if self._batch.expires_at <= time.time():
-            return "expired"
-        if await in_thread(lambda: self._folder.is_cancelled):
-            self._batch.times["cancelling"] = int(time.time())
-            return "cancelled"
-        if self._changed:
-            self._changed = False
-            await in_thread(lambda: self._folder.write(self._batch))
-        return None
+    async def _outcome(
+        self, requests: Requests, left: list[tuple[int, int]], output: AnswerFile, errors: AnswerFile
+    ) -> Status:
+        """Answer requests until the batch is over, and return its outcome. Store its counts meanwhile."""
+        if (ending := await self._ending()) is not None:
+            return ending
+        working = asyncio.create_task(self._work(requests, left, output, errors))
+        try:
+            while ending is None:
+                await asyncio.wait([working], timeout=_LOOK_S)
+                if working.done():
+                    working.result()
+                    return "completed"
+                ending = await self._ending()
+                if self._changed:
+                    self._changed = False
+                    await in_thread(lambda: self._folder.write(self._batch))
+                self._room = 0  # other files of the key may have grown
+        except LimitExceeded as error:
+            self._batch.note(_NO_ROOM, str(error))
+            return "failed"
+        finally:
+            working.cancel()
+            await asyncio.gather(working, return_exceptions=True)
+        return ending
+
+    async def _ending(self) -> Status | None:
+        ending = await in_thread(lambda: self._folder.ending(self._batch))
+        if ending == "cancelled":
+            self._batch.times["cancelling"] = int(self._folder.cancelled_at or 0)
+        return ending
 
     def _count_again(self, files: list[AnswerFile]) -> set[int]:
         """Count the lines of an earlier process, and return the numbers of their requests."""
@@ -172,15 +219,18 @@ class BatchRun:
         request = await in_thread(lambda: requests.read(index))
         status, request_id, body = await self._answered(request.url, bytes(request.body))
         line = answer_line(self._batch.id, number, request.custom_id, status, request_id, body)
-        most, file = self._means.limits.output_bytes, output if status == 200 else errors
+        file = output if status == 200 else errors
         async with self._writing:
-            if output.num_bytes + errors.num_bytes + len(line) > most:
-                why = f"the answers of the batch have more than {most} bytes, which is the limit of all files of a key"
-                line, file = error_line(self._batch.id, number, request.custom_id, "output_too_large", why), errors
-            written = await in_thread(lambda: file.append(line))
+            await in_thread(lambda: self._append(file, line))
             faults.point("batch-answered")
-            self._batch.count(written)
             self._changed = True
+
+    def _append(self, file: AnswerFile, line: bytes) -> None:
+        """Append a line and count it. Raise LimitExceeded if the files of the key have no room for it."""
+        if len(line) > self._room:
+            self._room = self._means.files.room(self._folder.owner, len(line))
+        self._room -= len(line)
+        self._batch.count(file.append(line))
 
     async def _answered(self, endpoint: str, body: bytes) -> tuple[int, str, bytes]:
         """Return the answer to a request. Repeat the request if it fails because of the service."""
@@ -194,10 +244,13 @@ class BatchRun:
         raise AssertionError("the last answer is returned")
 
     def _give_up(self, requests: Requests, files: list[AnswerFile]) -> None:
-        """Write a line for each request that has no answer."""
+        """Write a line for each request that has no answer, as long as the files of the key have room."""
         answered = self._count_again(files)
         code, why = _WHY[self._batch.outcome]
-        for index, number in enumerate(requests.numbers()):
-            if number not in answered:
-                line = error_line(self._batch.id, number, requests.read(index).custom_id, code, why)
-                self._batch.count(files[-1].append(line))
+        try:
+            for index, number in enumerate(requests.numbers()):
+                if number not in answered:
+                    custom_id = requests.read(index).custom_id
+                    self._append(files[-1], error_line(self._batch.id, number, custom_id, code, why))
+        except LimitExceeded as error:
+            self._batch.note(_NO_ROOM, str(error))

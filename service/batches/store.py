@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
+from typing import Literal
 
 import msgspec
 
@@ -60,9 +61,18 @@ class BatchFolder:
         return self.path / "errors.jsonl"
 
     @property
-    def is_cancelled(self) -> bool:
-        """Whether the client has cancelled the batch."""
-        return self._cancelled.exists()
+    def cancelled_at(self) -> float | None:
+        """Unix time at which the client has cancelled the batch, or None."""
+        with suppress(FileNotFoundError):
+            return self._cancelled.stat().st_mtime
+        return None
+
+    def ending(self, batch: Batch) -> Literal["cancelled", "expired"] | None:
+        """Return whether the batch is over, although requests have no answer: the first of the two reasons."""
+        cancelled_at = self.cancelled_at
+        if cancelled_at is not None and cancelled_at < batch.expires_at:
+            return "cancelled"
+        return "expired" if batch.expires_at <= time.time() else None
 
     @property
     def _cancelled(self) -> Path:
@@ -97,15 +107,14 @@ class BatchFolder:
     def seen(self) -> Batch | None:
         """Return the batch as its client sees it, or None if it does not exist."""
         batch = self.read()
-        if batch is not None and not batch.has_ended:
-            with suppress(FileNotFoundError):
-                batch.times["cancelling"] = int(self._cancelled.stat().st_mtime)
-                batch.status = "cancelling"
+        if batch is not None and not batch.has_ended and (cancelled_at := self.cancelled_at) is not None:
+            batch.times["cancelling"], batch.status = int(cancelled_at), "cancelling"
         return batch
 
     def cancel(self) -> None:
         """Note that the client has cancelled the batch. The process that runs the batch looks for the note."""
-        self._cancelled.touch()
+        with suppress(FileExistsError):  # the time of the first note counts
+            self._cancelled.touch(exist_ok=False)
 
     def end(self) -> None:
         """Remove what a batch that has ended does not need."""

@@ -141,6 +141,12 @@ class FileStore:
         self._require_bytes(used.num_bytes + 1)
         return used
 
+    def room(self, owner: str, num_bytes: int) -> int:
+        """Return the number of bytes by which the key's files may grow. Raise LimitExceeded if below `num_bytes`."""
+        used = self.used(owner).num_bytes
+        self._require_bytes(used + num_bytes)
+        return self._max_bytes - used
+
     def _require_bytes(self, num_bytes: int) -> None:
         if num_bytes > self._max_bytes:
             raise LimitExceeded(
@@ -187,13 +193,22 @@ class FileStore:
     def put(
         self, owner: str, file_id: str, path: Path, *, filename: str, purpose: str, expires_after_s: int | None
     ) -> StoredFile:
-        """Move the file at `path` into the store under an id. If a crash interrupted the same call, complete it."""
+        """Move the file at `path` into the store under an id. If a crash interrupted the same call, complete it.
+
+        Raises:
+            NotStored: The same call was completed earlier, and the file was deleted or has expired since then.
+
+        """
         content = self._folder(owner) / file_id
         content.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         now = time.time()
+        try:
+            num_bytes = (path if path.exists() else content).stat().st_size
+        except FileNotFoundError:
+            raise NotStored(f"the file {filename} was deleted, or has expired") from None
         stored = StoredFile(
             id=file_id,
-            bytes=(path if path.exists() else content).stat().st_size,
+            bytes=num_bytes,
             created=now,
             expires_at=None if expires_after_s is None else int(now) + expires_after_s,
             filename=filename,

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from mindie_mm.errors import LimitExceeded, NotStored
@@ -48,12 +49,12 @@ class Model:
 class Place:
     """A store with a model."""
 
-    def __init__(self, root: Path, output_bytes: int = 2**20, **settings: Any) -> None:
+    def __init__(self, root: Path, **settings: Any) -> None:
         self.files = FileStore(root, ServiceConfig(**settings))
         make_spool(self.files.uploads)
         self.store = BatchStore(self.files, 3)
         self.model = Model()
-        limits = Limits(requests=100, line_bytes=1000, output_bytes=output_bytes)
+        limits = Limits(requests=100, line_bytes=1000)
         self.means = Means(self.files, self.model.answer, lambda: True, asyncio.Semaphore(2), limits)
 
     def create(self, num_requests: int = 6, **fields: Any) -> BatchFolder:
@@ -222,13 +223,33 @@ async def test_the_oldest_batches_that_have_ended_make_room(place: Place) -> Non
     assert [folder.read() is None for folder in folders] == [False, True, False]
 
 
-async def test_answers_above_the_limit_become_errors(tmp_path: Path) -> None:
-    place = Place(tmp_path / "files", output_bytes=1000)
-    batch = await place.run(place.create(30))
-    assert (batch.status, batch.completed + batch.failed) == ("completed", 30)
-    lines = place.lines(batch.error_file_id)
-    assert {line["error"]["code"] for line in lines} == {"output_too_large"}
-    assert len(lines) == batch.failed > 20
+async def test_outputs_of_batches_count_toward_the_quota_of_the_key(tmp_path: Path) -> None:
+    """The batch that reaches the quota fails, and keeps its answers. So does each later one."""
+    quota = 12_000
+    place = Place(tmp_path / "files", max_file_bytes_per_key=quota)
+    folders = [place.create(30), place.create(30)]
+    batches = [await place.run(folder) for folder in folders]
+    assert [batch.status for batch in batches] == ["completed", "failed"]
+    assert 0 < batches[1].completed < 30
+    assert len(place.lines(batches[1].output_file_id)) == batches[1].completed
+    assert [mistake["code"] for mistake in batches[1].mistakes] == ["quota_exceeded"]
+    assert f"the limit is {quota} (--max-file-bytes-per-key)" in batches[1].mistakes[0]["message"]
+    assert quota - 300 < place.files.used(OWNER).num_bytes <= quota
+    assert place.means.slots._value == 2
+
+
+@pytest.mark.parametrize("outcome", ["expired", "cancelled"])
+async def test_lines_without_answers_count_toward_the_quota_of_the_key(tmp_path: Path, outcome: str) -> None:
+    place = Place(tmp_path / "files", max_file_bytes_per_key=6000)
+    folder = place.create(30, **({"expires_at": 0} if outcome == "expired" else {}))
+    if outcome == "cancelled":
+        folder.cancel()
+    batch = await place.run(folder)
+    assert (batch.status, batch.completed) == (outcome, 0)
+    assert 0 < batch.failed < 30
+    assert [mistake["code"] for mistake in batch.mistakes] == ["quota_exceeded"]
+    assert place.files.used(OWNER).num_bytes <= 6000
+    assert not place.model.asked
 
 
 def test_batches_in_progress_count_toward_the_quota(place: Place) -> None:
@@ -287,8 +308,8 @@ async def test_limits_do_not_apply_to_a_batch_that_has_been_accepted(tmp_path: P
         await place.run(folder)
     kept = folder.output.read_bytes()
     for limits in (
-        Limits(requests=1, line_bytes=1000, output_bytes=2**20),
-        Limits(requests=100, line_bytes=5, output_bytes=2**20),
+        Limits(requests=1, line_bytes=1000),
+        Limits(requests=100, line_bytes=5),
     ):
         place.means = replace(place.means, limits=limits)
         assert (await place.run(place.create(2))).status == "failed"
@@ -296,3 +317,79 @@ async def test_limits_do_not_apply_to_a_batch_that_has_been_accepted(tmp_path: P
     assert (batch.status, batch.completed) == ("completed", 30)
     content = place.files.content(place.files.get(OWNER, str(batch.output_file_id)), OWNER)
     assert content.read_bytes().startswith(kept)
+
+
+@pytest.mark.parametrize("lost", [["output.jsonl"], ["errors.jsonl"], ["output.jsonl", "errors.jsonl"]], ids=len)
+async def test_a_batch_whose_output_is_lost_before_its_end_fails(
+    place: Place, monkeypatch: pytest.MonkeyPatch, lost: list[str]
+) -> None:
+    """The process dies after the output was stored. A file is deleted before a later process continues."""
+
+    async def some_fail(prompt: str) -> int:
+        return 400 if prompt == "3" else 200
+
+    place.model.before = some_fail
+    folder, become = place.create(), BatchRun._become
+
+    async def dying_at_the_end(batch_run: BatchRun, status: Any) -> None:
+        if status == "completed":
+            raise KeyboardInterrupt
+        await become(batch_run, status)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(BatchRun, "_become", dying_at_the_end)
+        with pytest.raises(KeyboardInterrupt):
+            await place.run(folder)
+    names = {f"{folder.path.name}_{name}" for name in lost}
+    for file in place.files.files(OWNER):
+        if file.filename in names:
+            place.files.delete(OWNER, file.id)
+    batch = await place.run(folder)
+    assert batch.status == "failed"
+    assert {mistake["code"] for mistake in batch.mistakes} == {"output_lost"}
+    assert (batch.output_file_id is None, batch.error_file_id is None) == tuple(
+        f"{name}.jsonl" in lost for name in ("output", "errors")
+    )
+    assert len(batch.mistakes) == len(lost)
+    assert [*place.store.unfinished()] == []
+
+
+@pytest.mark.parametrize(
+    ("is_missing", "expires_at", "status"), [(True, 2**40, "failed"), (True, 0, "expired"), (False, 0, "expired")]
+)
+@pytest.mark.parametrize("has_begun", [False, True])
+async def test_a_batch_whose_input_cannot_be_read_ends(
+    place: Place, has_begun: bool, is_missing: bool, expires_at: int, status: str
+) -> None:
+    """Its answers so far are kept."""
+    folder = place.create(30)
+    if has_begun:
+        with full_disk(2000), pytest.raises(OSError, match="too large"):
+            await place.run(folder)
+    folder.input.unlink()
+    if not is_missing:
+        folder.input.mkdir()
+        with pytest.raises(IsADirectoryError):  # it may be readable again before the batch expires
+            await place.run(folder)
+    stored = folder.read()
+    assert stored is not None
+    folder.write(msgspec.structs.replace(stored, expires_at=expires_at))
+    if not is_missing:
+        folder.input.rmdir()
+        folder.input.symlink_to(folder.input)
+    batch = await place.run(folder)
+    assert (batch.status, [mistake["code"] for mistake in batch.mistakes]) == (status, ["unreadable_input"])
+    assert (len(place.lines(batch.output_file_id)) == batch.completed > 0) == has_begun
+
+
+@pytest.mark.parametrize(("cancelled_at", "outcome"), [(None, "expired"), (99, "cancelled"), (101, "expired")])
+async def test_the_first_of_cancellation_and_expiry_counts(
+    place: Place, cancelled_at: float | None, outcome: str
+) -> None:
+    folder = place.create(expires_at=100)
+    if cancelled_at is not None:
+        folder.cancel()
+        os.utime(folder.path / "cancelled", (cancelled_at, cancelled_at))
+        folder.cancel()
+    batch = await place.run(folder)
+    assert (batch.status, batch.failed, place.model.asked) == (outcome, 6, [])
