@@ -192,6 +192,7 @@ def _means(service: Service, tracer: Tracer | None) -> Means:
         is_ready=lambda: service.worker.engine.num_alive > 0 and not service.admission.stopping,
         slots=asyncio.Semaphore(config.max_concurrent_batch_requests),
         limits=Limits(requests=config.max_batch_requests, line_bytes=config.max_request_bytes),
+        model_names=service.model_names,
     )
 
 

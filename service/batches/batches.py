@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
+from typing import Any
 from weakref import WeakValueDictionary
 
 from mindie_mm.processes.restarts import logged
 from mindie_mm.processes.tasks import in_thread
+from service.batches.record import Batch
 from service.batches.run import BatchRun, Means
 from service.batches.store import BatchStore
 
 _log = logging.getLogger(__name__)
 
+_LATE_S = 0.1
+"""Time in seconds after its expiry at which a batch that waits is ended."""
+_REST = 20
+"""Shortest pause between two searches for expired files, as a multiple of the time that a search takes."""
+
 
 class Batches:
-    """Runs one batch of each API key at a time. A lock in the folder of a batch keeps other processes from running it.
+    """Runs one batch of each API key at a time. Locks in the folder make this hold for all processes that share it.
 
     A process searches for unfinished batches when it starts, and then periodically, because the process that ran a
-    batch may have died.
+    batch may have died. It only continues batches of the model that it serves, but ends any that is cancelled or
+    expired.
     """
 
     def __init__(self, store: BatchStore, means: Means) -> None:
@@ -31,12 +40,15 @@ class Batches:
 
     @asynccontextmanager
     async def running(self, interval_s: float) -> AsyncIterator[None]:
-        """Run unfinished batches during the `with` block. Search for further ones every `interval_s` seconds."""
-        searching = asyncio.create_task(self._search(interval_s))
+        """Run unfinished batches during the `with` block. Search for further ones every `interval_s` seconds.
+
+        Files that have expired are removed, too.
+        """
+        always = [asyncio.create_task(self._search(interval_s)), asyncio.create_task(self._clean(interval_s))]
         try:
             yield
         finally:
-            tasks = [searching, *self._tasks.values()]
+            tasks = [*always, *self._tasks.values()]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -44,27 +56,57 @@ class Batches:
     async def _search(self, interval_s: float) -> None:
         while True:
             with logged("unfinished batches cannot be searched for"):
-                for owner, batch_id in await in_thread(lambda: [*self.store.unfinished()]):
-                    self.start(owner, batch_id)
+                for owner, batch in await in_thread(lambda: [*self.store.unfinished()]):
+                    self.start(owner, batch)
             await asyncio.sleep(interval_s)
 
-    def start(self, owner: str, batch_id: str, *, waits: bool = True) -> None:
-        """Run a batch unless it is being run. If `waits` is false, do not wait for the key's other batches."""
-        key = (owner, batch_id if waits else f"{batch_id} now")
+    async def _clean(self, interval_s: float) -> None:
+        while True:
+            began = time.monotonic()
+            with logged("files that have expired cannot be removed"):
+                await in_thread(self.store.files.clean)
+            took_s = time.monotonic() - began
+            await asyncio.sleep(max(interval_s, _REST * took_s))
+
+    def start(self, owner: str, batch: Batch) -> None:
+        """Run a batch unless it is being run. It waits for the key's other batches until it expires."""
+        if (owner, batch.id) not in self._tasks:
+            self._create_task((owner, batch.id), self._run_in_turn(owner, batch))
+
+    def cancel(self, owner: str, batch: Batch) -> None:
+        """End a batch that has been cancelled, even if it waits for other batches."""
+        key = (owner, f"{batch.id} now")
         if key not in self._tasks:
-            task = self._tasks[key] = asyncio.create_task(self._run(owner, batch_id, waits=waits))
-            task.add_done_callback(lambda _: self._tasks.pop(key, None))
+            self._create_task(key, self._run(owner, batch.id, is_turn=False))
 
-    async def _run(self, owner: str, batch_id: str, *, waits: bool) -> None:
-        with logged(f"the batch {batch_id} is interrupted, and will be continued"):
-            if not waits:
-                await self._run_locked(owner, batch_id)
-                return
-            turn = self._turns.setdefault(owner, asyncio.Lock())
-            async with turn:
-                await self._run_locked(owner, batch_id)
+    def _create_task(self, key: tuple[str, str], work: Coroutine[Any, Any, None]) -> None:
+        async def logging_errors() -> None:
+            with logged(f"the batch {key[1]} is interrupted, and will be continued"):
+                await work
 
-    async def _run_locked(self, owner: str, batch_id: str) -> None:
+        task = self._tasks[key] = asyncio.create_task(logging_errors())
+        task.add_done_callback(lambda _: self._tasks.pop(key, None))
+
+    async def _run_in_turn(self, owner: str, batch: Batch) -> None:
+        turn = self._turns.setdefault(owner, asyncio.Lock())
+        try:
+            async with asyncio.timeout(max(0, batch.expires_at - time.time()) + _LATE_S):
+                await turn.acquire()
+        except TimeoutError:
+            await self._run(owner, batch.id, is_turn=False)
+            return
+        try:
+            lock = await in_thread(lambda: self.store.lock(owner))
+            try:
+                await self._run(owner, batch.id, is_turn=lock is not None)
+            finally:
+                if lock is not None:
+                    lock.close()
+        finally:
+            turn.release()
+
+    async def _run(self, owner: str, batch_id: str, *, is_turn: bool) -> None:
+        """Run a batch. Without `is_turn`, another batch of the key may be running: only end it if it is over."""
         folder = self.store.folder(owner, batch_id)
         lock = await in_thread(folder.lock)
         if lock is None:
@@ -72,6 +114,11 @@ class Batches:
         try:
             batch = await in_thread(folder.read)
             if batch is None or batch.has_ended:
+                return
+            is_ours = batch.model in self._means.model_names
+            if not (is_turn and is_ours) and await in_thread(lambda: folder.ending(batch)) is None:
+                if not is_ours:
+                    _log.info("the batch %s waits for a service with the model %s", batch_id, batch.model)
                 return
             _log.info("the batch %s is %s", batch_id, batch.status)
             await BatchRun(folder, batch, self._means).run()

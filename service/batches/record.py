@@ -93,6 +93,8 @@ class Batch(msgspec.Struct, kw_only=True):
 
     id: str
     endpoint: str
+    model: str
+    """Name of the model of the service that created the batch."""
     input_file_id: str
     completion_window: str
     created: float
@@ -122,13 +124,13 @@ class Batch(msgspec.Struct, kw_only=True):
         """Whether the batch will not change any more."""
         return self.status in ENDED
 
-    def described(self, model: str) -> BatchObject:
+    def described(self) -> BatchObject:
         """Return the batch in OpenAI's format."""
         return {
             "id": self.id,
             "object": "batch",
             "endpoint": self.endpoint,
-            "model": model,
+            "model": self.model,
             "errors": {"object": "list", "data": self.mistakes} if self.mistakes else None,
             "input_file_id": self.input_file_id,
             "completion_window": self.completion_window,

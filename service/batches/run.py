@@ -50,6 +50,8 @@ class Means:
     slots: asyncio.Semaphore
     """Limit on the requests of all batches in progress."""
     limits: Limits
+    model_names: tuple[str, ...]
+    """Names of the served model."""
 
 
 class BatchRun:

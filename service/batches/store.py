@@ -80,14 +80,7 @@ class BatchFolder:
 
     def lock(self) -> LivenessLock | None:
         """Lock the batch for this process. Return None if a live process, perhaps this one, has locked it."""
-        descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        try:
-            return LivenessLock(descriptor)
-        except BaseException as error:
-            os.close(descriptor)
-            if isinstance(error, BlockingIOError):
-                return None
-            raise
+        return _lock(self.path / "lock")
 
     def read(self) -> Batch | None:
         """Return the batch as it is stored, or None if it does not exist or cannot be read."""
@@ -186,8 +179,12 @@ class BatchStore:
         found = [self.folder(owner, path.name).seen() for path in paths]
         return sorted((batch for batch in found if batch is not None), key=lambda one: (one.created, one.id))
 
-    def unfinished(self) -> Iterator[tuple[str, str]]:
-        """Yield owner and id of each batch that has not ended."""
+    def lock(self, owner: str) -> LivenessLock | None:
+        """Lock the key's batches, one of which runs at a time. Return None if a live process has locked them."""
+        return _lock(self.files.root / owner / "batches" / "lock")
+
+    def unfinished(self) -> Iterator[tuple[str, Batch]]:
+        """Yield each batch that has not ended, with its owner."""
         if not self._open.exists():
             return
         for marker in self._open.iterdir():
@@ -195,13 +192,24 @@ class BatchStore:
             folder = self.folder(owner, batch_id)
             batch = folder.read()
             if batch is not None and not batch.has_ended:
-                yield owner, batch_id
+                yield owner, batch
             elif batch is not None or (_age_s(marker) > _CREATING_S and not folder.exists):
                 folder.end()
 
     def folder(self, owner: str, batch_id: str) -> BatchFolder:
         """Return the folder of a batch, which need not exist."""
         return BatchFolder(owner, self.files.root / owner / "batches" / batch_id, self._open / f"{owner}.{batch_id}")
+
+
+def _lock(path: Path) -> LivenessLock | None:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        return LivenessLock(descriptor)
+    except BaseException as error:
+        os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            return None
+        raise
 
 
 def new_id() -> str:

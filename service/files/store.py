@@ -7,6 +7,7 @@ without content, which counts as no file and is removed later.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import threading
@@ -25,6 +26,8 @@ from typing_extensions import TypedDict
 from mindie_mm.errors import LimitExceeded, NotStored
 from mindie_mm.processes import faults
 from mindie_mm.settings.config import ServiceConfig
+
+_log = logging.getLogger(__name__)
 
 DAY_S = 24 * 3600
 BATCH_FILES_S = 30 * DAY_S
@@ -89,7 +92,8 @@ class FileStore:
     """The files of each API key.
 
     Only requests with the same key reach a file, so each method takes `owner`, the result of `owner_name` for the key.
-    A service without keys has one set of files for all clients. Methods access the disk, so call them in a thread.
+    A service without keys has one set of files for all clients. Call methods other than `receiving` in a thread,
+    because they access the disk.
     """
 
     def __init__(self, root: Path, config: ServiceConfig) -> None:
@@ -100,7 +104,7 @@ class FileStore:
         self._has_keys = config.has_keys
         self._max_files = config.max_files_per_key
         self._max_bytes = config.max_file_bytes_per_key
-        self._lock = threading.Lock()
+        self._adding = threading.Lock()  # held while files are read, so the event loop must not wait for it
         self._coming = Counter[str]()
         """Number of bytes of uploads in progress, by the name of the owner's folder."""
 
@@ -112,22 +116,21 @@ class FileStore:
     def receiving(self, owner: str, used: Used) -> Iterator[Callable[[int], None]]:
         """Count the bytes of an upload. Yield the function that counts them, which raises LimitExceeded.
 
-        `used` is what the key's files occupied when the upload began. Uploads in progress are added.
+        `used` is what the key's files occupied when the upload began. Uploads in progress are added. Use the
+        context on the event loop only, so that it needs no lock.
         """
         received = 0
 
         def spend(num_bytes: int) -> None:
             nonlocal received
-            with self._lock:
-                self._require_bytes(used.num_bytes + self._coming[owner] + num_bytes)
-                received += num_bytes
-                self._coming[owner] += num_bytes
+            self._require_bytes(used.num_bytes + self._coming[owner] + num_bytes)
+            received += num_bytes
+            self._coming[owner] += num_bytes
 
         try:
             yield spend
         finally:
-            with self._lock:
-                self._coming[owner] -= received
+            self._coming[owner] -= received
 
     def require_room(self, owner: str, num_files: int = 1) -> Used:
         """Return what the key's files occupy. Raise LimitExceeded if the key may not have `num_files` more files."""
@@ -185,7 +188,7 @@ class FileStore:
     ) -> StoredFile:
         """Move the file at `path` into the store. Raise LimitExceeded if `limited` and the key has no room for it."""
         file_id = f"file-{token_hex(12)}"
-        with self._lock:
+        with self._adding:
             if limited:
                 self._require_bytes(self.require_room(owner).num_bytes + path.stat().st_size)
             return self.put(owner, file_id, path, filename=filename, purpose=purpose, expires_after_s=expires_after_s)
@@ -252,8 +255,18 @@ class FileStore:
     def _remove_expired(self, owner: str) -> None:
         for path in self._folder(owner).glob("file-*.json"):
             stored = _read(path)
-            if _has_expired(stored) if stored is not None else _is_left_over(path):
+            is_empty = stored is None and not path.with_suffix("").exists()
+            if _is_left_over(path) if is_empty else stored is not None and _has_expired(stored):
                 self._remove(owner, path.stem)
+
+    def clean(self) -> None:
+        """Remove expired files of all keys, and files that processes left behind when they were killed."""
+        for folder in self.root.glob("*/files"):
+            self._remove_expired(folder.parent.name)
+        for pattern in ("*/files/.file-*.json.*", "*/batches/*/.batch.json.*"):
+            for path in self.root.glob(pattern):
+                if _is_left_over(path):
+                    path.unlink(missing_ok=True)
 
     def _remove(self, owner: str, file_id: str) -> None:
         content = self._folder(owner) / file_id
@@ -301,18 +314,21 @@ def _description(content: Path) -> Path:
 
 
 def _read(description: Path) -> StoredFile | None:
-    """Return the file with a description, or None if it has no content."""
+    """Return the file with a description, or None if it has no content or the description is damaged."""
     try:
         stored = msgspec.json.decode(description.read_bytes(), type=StoredFile)
-    except (FileNotFoundError, msgspec.DecodeError):
+    except FileNotFoundError:
+        return None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        _log.error("a file is passed over, because its description %s cannot be read: %s", description, error)
         return None
     return stored if description.with_suffix("").exists() else None
 
 
-def _is_left_over(description: Path) -> bool:
-    """Return whether a description has had no content for longer than a live process takes to move it."""
+def _is_left_over(path: Path) -> bool:
+    """Return whether a file is older than the time that a live process takes to complete it."""
     with suppress(FileNotFoundError):
-        return time.time() - description.stat().st_mtime > _MOVING_S
+        return time.time() - path.stat().st_mtime > _MOVING_S
     return False
 
 

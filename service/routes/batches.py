@@ -84,6 +84,7 @@ async def create(body: BatchBody, incoming: IncomingDep) -> Response:
     batch = Batch(
         id=new_id(),
         endpoint=body.endpoint,
+        model=service.model_name,
         input_file_id=body.input_file_id,
         completion_window=body.completion_window,
         created=now,
@@ -100,8 +101,8 @@ async def create(body: BatchBody, incoming: IncomingDep) -> Response:
         if purpose != "batch":
             raise InputError(f"the file has the purpose {purpose}; upload it with the purpose batch")
         await in_thread(lambda: service.batches.store.create(owner, batch))
-    service.batches.start(owner, batch.id)
-    return JSONResponse(batch.described(service.model_name))
+    service.batches.start(owner, batch)
+    return JSONResponse(batch.described())
 
 
 def _window_s(window: str) -> int:
@@ -121,7 +122,7 @@ async def batches(
     store, owner = incoming.service.batches.store, incoming.file_owner
     found = (await in_thread(lambda: store.batches(owner)))[::-1]
     start, stop = page_of({batch.id: index for index, batch in enumerate(found)}, after, limit)
-    page = [batch.described(incoming.service.model_name) for batch in found[start:stop]]
+    page = [batch.described() for batch in found[start:stop]]
     return JSONResponse(
         BatchList(
             object="list",
@@ -138,7 +139,7 @@ async def retrieve(batch_id: str, incoming: IncomingDep) -> Response:
     """Return a batch."""
     store, owner = incoming.service.batches.store, incoming.file_owner
     _, batch = await in_thread(lambda: store.get(owner, batch_id))
-    return JSONResponse(batch.described(incoming.service.model_name))
+    return JSONResponse(batch.described())
 
 
 @router.post("/v1/batches/{batch_id}/cancel", responses=answered(BatchObject))
@@ -149,6 +150,6 @@ async def cancel(batch_id: str, incoming: IncomingDep) -> Response:
     if batch.has_ended:
         raise InputError(f"the batch is {batch.status}; only a batch in progress can be cancelled")
     await in_thread(folder.cancel)
-    running.start(owner, batch_id, waits=False)  # it may wait for other batches
+    running.cancel(owner, batch)
     _, batch = await in_thread(lambda: running.store.get(owner, batch_id))
-    return JSONResponse(batch.described(incoming.service.model_name))
+    return JSONResponse(batch.described())
