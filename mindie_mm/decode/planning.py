@@ -60,9 +60,15 @@ def _plan_data(processor: Processor, media: Media, data: Data, counts: Mapping[K
 
 
 def _plan_cuts(data: Data, window_s: float) -> tuple[Plan, Write]:
-    """Return a plan whose only array has the samples of speech, and whose grid has the cuts between its clips."""
+    """Return a plan whose only array has the samples of speech, and whose grid has the cuts between its clips.
+
+    If `window_s` is 0, nothing is decoded, and the length of the array follows from the header.
+    """
     encoded = open_audio(data)
     assert isinstance(encoded, EncodedAudio), "the service cuts only files"
+    if not window_s:
+        spec = ArraySpec((encoded.stated_samples(SPEECH_RATE),), "int16")
+        return Plan(1, {SAMPLES: spec}, "length of speech", ()), _write_nothing
     samples = encoded.speech(SPEECH_RATE)
 
     def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
@@ -70,6 +76,10 @@ def _plan_cuts(data: Data, window_s: float) -> tuple[Plan, Write]:
 
     specs = {SAMPLES: ArraySpec(samples.shape, "int16")}
     return Plan(1, specs, f"speech in clips of {window_s} s", tuple(cuts(samples, window_s))), write
+
+
+def _write_nothing(_: Mapping[str, np.ndarray[Any, Any]]) -> None:
+    raise AssertionError("a header has no samples")
 
 
 def _plan_embeddings(

@@ -89,8 +89,8 @@ class Media(msgspec.Struct, frozen=True, tag="media"):
     is_embeddings: bool = False
     """True if the source is a file with the output of a tower (`mindie_mm.media.embeddings`)."""
     cut_s: float | None = None
-    """Maximum length in seconds of the clips into which speech is to be cut, before a prompt is made of each clip. None
-    for the items of a prompt."""
+    """Maximum length in seconds of the clips into which speech is to be cut, before a prompt is made of each clip. 0
+    means that only the header is read, for the length of the speech. None for the items of a prompt."""
 
     def __post_init__(self) -> None:
         if isinstance(self.source, list):  # MessagePack does not distinguish tuples from lists

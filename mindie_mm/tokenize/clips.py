@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from mindie_mm.nn.family import Plan
 
 _WHOLE = "speech.pcm"
+_HEAD_BYTES = 44
+"""Number of bytes before the samples of a WAV file."""
 
 
 class Clips(msgspec.Struct, frozen=True, array_like=True):
@@ -50,8 +52,8 @@ class Clips(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes of the samples of all clips."""
-        return 2 * self.num_samples
+        """Number of bytes of the files of all clips."""
+        return 2 * self.num_samples + _HEAD_BYTES * len(self.starts)
 
     @staticmethod
     def file(folder: Path, index: int) -> Path:
@@ -64,26 +66,32 @@ class Clips(msgspec.Struct, frozen=True, array_like=True):
         path = folder / _WHOLE
         try:
             with path.open("wb") as file:  # otherwise, a full disk would end the process with SIGBUS
-                os.posix_fallocate(file.fileno(), 0, self.num_bytes)
+                os.posix_fallocate(file.fileno(), 0, 2 * self.num_samples)
             yield np.memmap(path, np.int16, "r+", shape=(self.num_samples,))
         finally:
             path.unlink(missing_ok=True)
 
     def write(self, samples: NDArray[np.int16], folder: Path) -> None:
-        """Write each clip of `samples`, int16 [samples], to its file."""
-        for index, (start, stop) in enumerate(pairwise((*self.starts, self.num_samples))):
+        """Write each clip of `samples`, the array of `opened`, to its file.
+
+        The last clip is first. It is cut off the file of the array before it is written, so that the files never take
+        more than `num_bytes`.
+        """
+        for index, (start, stop) in reversed([*enumerate(pairwise((*self.starts, self.num_samples)))]):
+            data = samples[start:stop].tobytes()
+            os.truncate(folder / _WHOLE, samples.itemsize * start)
             with self.file(folder, index).open("wb") as file, wave.open(file) as written:
                 written.setnchannels(1)
                 written.setsampwidth(2)
                 written.setframerate(SPEECH_RATE)
-                written.writeframes(np.ascontiguousarray(samples[start:stop]).data)
+                written.writeframes(data)
 
 
-def rest_of(clip: Path, start_s: float) -> Path:
-    """Write the rest of a clip from `start_s` on to a file beside it, and return the file."""
-    rest = clip.with_name(f"{clip.stem}-from-{round(start_s * SPEECH_RATE)}.wav")
-    with clip.open("rb") as source, wave.open(source) as whole, rest.open("wb") as file, wave.open(file) as written:
+def keep_rest(clip: Path, start_s: float) -> None:
+    """Replace a clip in a file by its rest from `start_s` on."""
+    with clip.open("rb") as file, wave.open(file) as whole:
         whole.setpos(round(start_s * SPEECH_RATE))
-        written.setparams(whole.getparams())
-        written.writeframes(whole.readframes(whole.getnframes()))
-    return rest
+        params, data = whole.getparams(), whole.readframes(whole.getnframes())
+    with clip.open("wb") as written, wave.open(written) as rest:
+        rest.setparams(params)
+        rest.writeframes(data)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from mindie_mm.decode.decoding import Decoding
 from mindie_mm.decode.inline import InlineDecoders
 from mindie_mm.decode.jobs import Group
-from mindie_mm.errors import InputError, LimitExceeded, OperationalError, SpoolFull, naming, os_errors_as
+from mindie_mm.errors import InputError, OperationalError, SpoolFull, naming, os_errors_as
 from mindie_mm.inputs import Embeddings, Kind, Media
 from mindie_mm.media.audio.cuts import SAMPLES
 from mindie_mm.media.guard.caps import Work
@@ -80,10 +80,12 @@ class MediaStage:
     ) -> Clips:
         """Cut speech at pauses into clips of at most `Media.cut_s`. If there are several, write each as a WAV file.
 
+        No file is written if the clips have more than `max_bytes`. The caller compares `Clips.num_bytes`.
+
         Args:
             speech: The speech.
             folder: Folder for the files, which are named by `Clips.file`.
-            max_bytes: Maximum number of bytes of the files.
+            max_bytes: Maximum number of bytes of the files at any time.
             domain: Same as in `request`.
             always: Whether to write a file also if there is only one clip.
 
@@ -98,11 +100,7 @@ class MediaStage:
             source = await self.decoders.read(group, speech, {"audio": 1})
             plan = await self.decoders.plan(group, source)
             clips = Clips.of(plan)
-            if always or len(clips.starts) > 1:
-                if clips.num_bytes > max_bytes:
-                    raise LimitExceeded(
-                        f"the speech has {clips.num_bytes} bytes when it is decoded; the limit is {max_bytes}"
-                    )
+            if clips.num_bytes <= max_bytes and (always or len(clips.starts) > 1):
                 with (
                     os_errors_as(SpoolFull, "the clips of the speech cannot be written"),
                     clips.opened(folder) as array,

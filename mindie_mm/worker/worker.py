@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from mindie_mm.engine.requests.default_sampling import log_default_sampling, stated_end_tokens
 from mindie_mm.engine.requests.engine_messages import Features
 from mindie_mm.engine.requests.sampling_params import SamplingParams
-from mindie_mm.errors import ContextLengthExceeded, WeightsChanged
+from mindie_mm.errors import ContextLengthExceeded, LimitExceeded, WeightsChanged
 from mindie_mm.inputs import Embeddings, Media
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.speech import SpeechTraits
@@ -274,15 +274,22 @@ class Worker:
     async def cut(self, file: Path, folder: Path, max_bytes: int, domain: tuple[bytes, str], *, always: bool) -> Clips:
         """Cut a file of speech into clips that the checkpoint accepts. `MediaStage.cut` describes the other arguments.
 
+        If `max_bytes` is 0, the file is not decoded, and the only clip has about the length that the header states.
+
         Raises:
             InputError: The checkpoint does not accept audio, or the file is not speech.
             ProcessDied: Two tokenizers died.
 
         """
         traits = self.tokenizer_stage.speech or SpeechTraits()
-        speech = Media("audio", str(file), cut_s=traits.window_s)
+        speech = Media("audio", str(file), cut_s=traits.window_s if max_bytes else 0.0)
         most = min(max_bytes, self.config.arena_bytes)
         clips, _ = await retry_once(partial(self.tokenizer_stage.cut, speech, folder, most, domain, always=always))
+        if clips.num_bytes > self.config.arena_bytes:
+            raise LimitExceeded(
+                f"the speech has {clips.num_bytes} bytes when it is decoded; the limit is {self.config.arena_bytes} "
+                "(--arena-bytes)"
+            )
         return clips
 
     def generate(

@@ -153,7 +153,7 @@ class MediaPolicy:
     def spend(self, directory: Path, num_bytes: int) -> None:
         """Count bytes in a request's folder that are not written by `spool`, until `remove`.
 
-        Raise LimitExceeded or SpoolFull at a limit.
+        A negative number takes bytes off the count. Raise LimitExceeded or SpoolFull at a limit.
         """
         self._quota.spend(directory.name, num_bytes)
 

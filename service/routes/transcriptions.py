@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from mindie_mm.errors import InputError, blaming
 from mindie_mm.nn.speech import SpeechTraits
 from mindie_mm.processes.tasks import gather, in_thread
-from mindie_mm.tokenize.clips import Clips, rest_of
+from mindie_mm.tokenize.clips import Clips, keep_rest
 from service.audio.answer import DELTA, Heard, Transcript, TranscriptEvent, VerboseTranscript, answer, heard
 from service.audio.answer import DONE as LAST
 from service.audio.body import Task, TranscriptionBody
@@ -154,9 +154,10 @@ class _Speech:
             rest_s = found[-1].rest_s
             if rest_s is None or rest_s <= start_s or stop_s - rest_s < _LEAST_REST_S:
                 break
+            clip = clips.file(folder, index)
+            await in_thread(partial(keep_rest, clip, rest_s - start_s))
             start_s = rest_s
-            rest = await in_thread(partial(rest_of, clips.file(folder, index), start_s - times[0]))
-            chat = self._chat_about(rest, f"{index}-{len(found)}")
+            chat = self._chat_about(clip, f"{index}-{len(found)}")
         return found
 
     async def stream(self, send: SendEvent) -> None:
@@ -175,13 +176,23 @@ class _Speech:
         send({"type": LAST, "text": speech.text, "usage": speech.usage})
 
     async def _cut(self) -> Clips:
-        service, upload = self.incoming.service, self.upload
-        left = service.config.max_media_bytes - upload.num_bytes
-        wants_files, domain = self.body.wants_times(self.traits), (self.incoming.owner, "")
+        """Cut the speech into clips. Their bytes are counted before they are written.
+
+        First, the bytes that follow from the header are counted, so that a full spool refuses speech before it is
+        decoded. If the speech turns out to be longer, it is decoded again.
+        """
+        worker, file, folder = self.incoming.service.worker, self.upload.path, self.upload.path.parent
+        wants_files = self.body.wants_times(self.traits)
+        cut = partial(worker.cut, file, folder, domain=(self.incoming.owner, ""), always=wants_files)
+        spend = partial(self.incoming.service.media.spend, folder.parent)
+        counted = 0
         with blaming("file"):
-            clips = await service.worker.cut(upload.path, upload.path.parent, left, domain, always=wants_files)
-        if wants_files or len(clips.starts) > 1:
-            service.media.spend(upload.path.parent.parent, clips.num_bytes)
+            clips = await cut(0)
+            while (needed := clips.num_bytes) > counted:
+                spend(needed - counted)
+                counted = needed
+                clips = await cut(counted)
+        spend((needed if wants_files or len(clips.starts) > 1 else 0) - counted)
         return clips
 
     def _chat(self, clips: Clips, index: int) -> Chat:

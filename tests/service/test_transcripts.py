@@ -15,7 +15,7 @@ from mindie_mm.media.audio.cuts import SAMPLES, SPEECH_RATE, cuts
 from mindie_mm.nn.family import Plan
 from mindie_mm.nn.speech import SpeechTraits
 from mindie_mm.shm import ArraySpec
-from mindie_mm.tokenize.clips import Clips, rest_of
+from mindie_mm.tokenize.clips import Clips, keep_rest
 from service.audio.answer import answer, heard, joined
 from service.audio.stream import SpeechText
 from tests.models.test_qwen3_asr import TestQwen3ASR as Recognizer
@@ -88,8 +88,10 @@ def test_a_plan_that_is_not_one_of_speech_is_refused(spec: ArraySpec, grid: tupl
 def test_the_rest_of_a_clip_is_a_clip(tmp_path: Path) -> None:
     clip = tmp_path / "clip-0.wav"
     clip.write_bytes(encode_sound(tone(2.0), SPEECH_RATE))
-    samples = [np.frombuffer(file.read_bytes()[44:], np.int16) for file in (clip, rest_of(clip, 0.52))]
-    assert np.array_equal(samples[0][round(0.52 * SPEECH_RATE) :], samples[1])
+    whole = np.frombuffer(clip.read_bytes()[44:], np.int16)
+    keep_rest(clip, 0.52)
+    assert np.array_equal(whole[round(0.52 * SPEECH_RATE) :], np.frombuffer(clip.read_bytes()[44:], np.int16))
+    assert [*tmp_path.iterdir()] == [clip]
 
 
 def test_stamps_beyond_the_end_of_the_clip_are_its_end() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -72,8 +74,40 @@ def test_uploads_that_fill_the_spool_are_refused(limited: RunningService) -> Non
     wait_for(lambda: not files(limited))
     with httpx2.Client(base_url=limited.url, timeout=60) as http:
         answer = transcribe(http, sound)  # the decoded clips do not fit beside the file
-        assert (answer.status_code, "when it is decoded" in answer.json()["error"]["message"]) == (400, True)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "file")
+        assert "the request's media have 3" in error["message"]
         assert transcribe(http, encode_sound(tone(20), 16_000)).status_code == 200
+    wait_for(lambda: not files(limited))
+
+
+def test_speech_that_finds_no_room_is_refused_before_it_is_decoded(limited: RunningService) -> None:
+    """The file lacks its end, so that the error would be another one if it were decoded."""
+    broken = encode_sound(tone(45), 16_000, "FLAC")[:-200_000]
+    with httpx2.Client(base_url=limited.url, timeout=60) as http:
+        assert "the audio clip is broken" in transcribe(http, broken).json()["error"]["message"]
+        with uploading(limited, 5 * MiB // 2):
+            assert transcribe(http, broken).status_code == 503
+    wait_for(lambda: not files(limited))
+
+
+def test_the_files_of_speech_stay_within_the_limit_of_the_spool(limited: RunningService) -> None:
+    sound = encode_sound(tone(45), 16_000, "FLAC")
+    most, done = 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal most
+        while not done.is_set():
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                most = max(most, sum(512 * file.stat().st_blocks for file in files(limited)))
+
+    with httpx2.Client(base_url=limited.url, timeout=60) as http, ThreadPoolExecutor(5) as pool:
+        watching = pool.submit(watch)
+        answers = [*pool.map(lambda _: transcribe(http, sound, max_completion_tokens="1"), range(4))]
+        done.set()
+        watching.result()
+    assert {answer.status_code for answer in answers} == {200, 503}
+    assert 2 * MiB < most <= 4 * MiB
     wait_for(lambda: not files(limited))
 
 

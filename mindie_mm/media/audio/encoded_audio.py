@@ -51,6 +51,8 @@ PyAV expects an end marker after the planes. If there are more planes, FFmpeg's 
 
 # Number of seconds to decode beyond the limit, so that the cut does not affect the resampling filter.
 _MARGIN_S = 1.0
+_UNSTATED_S = 30.0
+"""Assumed length in seconds of a clip whose container states none."""
 _PADDING_S = 0.2
 """Maximum length in seconds of the silence that encoders of lossy formats add, for example to complete a block."""
 
@@ -163,6 +165,13 @@ class EncodedAudio:
         if resampler is not None:
             pieces.append(_int16(resampler.resample_chunk(np.empty(0, np.float32), last=True)))
         return np.concatenate(pieces)
+
+    def stated_samples(self, rate: int) -> int:
+        """Return the number of samples at `rate` Hz according to the container, with a margin of 1 s.
+
+        If the container states no length, 30 s are assumed.
+        """
+        return min(math.ceil((self.stated_s or _UNSTATED_S) * rate + _MARGIN_S * rate), self.max_source_samples)
 
     def _require_whole(self, length_s: float) -> None:
         """Raise MediaError if the clip lacks its end."""
