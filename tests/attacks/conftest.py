@@ -15,6 +15,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from mindie_mm.settings.config import ServiceConfig
 from service.messages.front import is_messages
 from tests.attacks.watched import Watched
 from tests.warm import running_service
@@ -94,6 +95,8 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
         "kv_cache_bytes": 64 * MiB,
         "encoder_cache_bytes": 16 * MiB,
         "spool": folder / "spool",
+        "files_path": folder / "files",
+        "max_file_bytes": ServiceConfig().max_item_bytes,  # the default would make attacks on the size slow
         "allowed_media_dir": media,
         "reclaim_interval_s": 3600.0,
         "pooling": "last",

@@ -18,11 +18,12 @@ from service.http.connection import MAX_DROPPED_BYTES
 from tests.attacks.conftest import MAX_PROCESSOR_S, Attacked, MiB
 from tests.sound_samples import encode_sound, tone
 
-PATH = "/v1/audio/transcriptions"
+PATHS = AUDIO, FILES = "/v1/audio/transcriptions", "/v1/files"
 BOUNDARY = b"edge"
 MOST = ServiceConfig().max_item_bytes
 MAX_HELD_BYTES = 16 * MiB
 """Maximum growth of the service's memory during an upload of 60 MiB, which would be larger if it were held."""
+NAMES = [b"../../../../tmp/stolen", b"/etc/cron.d/stolen", b"a\x00b", b"..", b"shm_name.txt", b"%2e%2e/a", b"a" * 3000]
 SOUND = encode_sound(tone(0.5), 16_000)
 
 
@@ -40,7 +41,10 @@ def file(data: bytes = SOUND, name: bytes = b"a.wav") -> bytes:
 
 
 def spooled(attacked: Attacked) -> list[Path]:
-    return [*attacked.service.log.with_name("spool").iterdir()]
+    """Return what is left of uploads. No file may have been stored."""
+    files = attacked.service.log.with_name("files")
+    assert not [*files.rglob("file-*")]
+    return [*attacked.service.log.with_name("spool").iterdir(), *(files / "uploads").iterdir()]
 
 
 def wait_until_spool_is_empty(attacked: Attacked) -> None:
@@ -50,11 +54,13 @@ def wait_until_spool_is_empty(attacked: Attacked) -> None:
         time.sleep(0.01)
 
 
-def refused(attacked: Attacked, body: bytes, status: int, words: str, kind: bytes = b"multipart/form-data") -> None:
+def refused(
+    attacked: Attacked, path: str, body: bytes, status: int, words: str, kind: bytes = b"multipart/form-data"
+) -> None:
     """Post a body, and check the error, the costs, the spool and a valid request."""
     headers = {"Content-Type": kind + b"; boundary=" + BOUNDARY if kind.endswith(b"form-data") else kind}
     answer, used_s, further = attacked.watched.during(
-        lambda: attacked.http.post(PATH, content=body, headers=headers)  # type: ignore[arg-type]
+        lambda: attacked.http.post(path, content=body, headers=headers)  # type: ignore[arg-type]
     )
     assert answer.status_code == status, answer.text[:500]
     assert words in answer.json()["error"]["message"]
@@ -64,17 +70,16 @@ def refused(attacked: Attacked, body: bytes, status: int, words: str, kind: byte
     attacked.is_right()
 
 
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
     ("body", "status", "words"),
     [
-        (form(file(os.urandom(60 * MiB))), 400, "cannot be read as audio"),
-        (form(file(bytes(MOST + 1))), 413, f"the limit is {MOST} (--max-item-bytes)"),
+        (form(file(bytes(MOST + 1))), 413, f"the limit is {MOST} (--max-"),
         (form(file(bytes(MOST + 2 * MiB))), 413, "the limit is"),
         (form(part("prompt", b"a" * 60 * MiB), file()), 413, "more than 262144 bytes"),
         (form(*(part(f"x{index}", b"1") for index in range(10_000)), file()), 413, "more than 64 fields"),
         (form(file(), file()), 400, "several fields file"),
         (form(part("model", b"tiny")), 400, "no field file"),
-        (form(file(b"")), 400, "file is empty"),
         (form(), 400, "no field file"),
         (b"", 400, "not complete"),
         (file(), 400, "not complete"),
@@ -83,67 +88,98 @@ def refused(attacked: Attacked, body: bytes, status: int, words: str, kind: byte
         (b"--edge\r\n" + b"X-A: a\r\n" * 1000 + b"\r\n\r\n--edge--\r\n", 400, "form is not valid"),
         (b"--edge\r\n\r\nno name\r\n--edge--\r\n", 400, "with a name"),
         (form(part("prompt", b"\xff\xfe"), file()), 400, "not UTF-8"),
-        (form(part("temperature", b"[1]"), file()), 400, "temperature"),
         (form(part("n" * 7000, b"1"), file()), 400, "form is not valid"),
-        (form(part("n" * 3000, b"1"), part("model", b"\x00"), file()), 404, "does not exist"),
-        (form(part("language", b"../../../etc/passwd"), file()), 400, "does not know"),
-        (form(part("file", b"/etc/passwd")), 400, "cannot be read as audio"),
     ],
     ids=lambda value: None if isinstance(value, bytes) else value,
 )
-def test_a_bad_form_is_refused(attacked: Attacked, body: bytes, status: int, words: str) -> None:
-    refused(attacked, body, status, words)
+def test_a_bad_form_is_refused(attacked: Attacked, path: str, body: bytes, status: int, words: str) -> None:
+    refused(attacked, path, body, status, words)
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "status", "words"),
+    [
+        (AUDIO, form(file(os.urandom(60 * MiB))), 400, "cannot be read as audio"),
+        (AUDIO, form(file(b"")), 400, "file is empty"),
+        (AUDIO, form(part("temperature", b"[1]"), file()), 400, "temperature"),
+        (AUDIO, form(part("n" * 3000, b"1"), part("model", b"\x00"), file()), 404, "does not exist"),
+        (AUDIO, form(part("language", b"../../../etc/passwd"), file()), 400, "does not know"),
+        (AUDIO, form(part("file", b"/etc/passwd")), 400, "cannot be read as audio"),
+        (FILES, form(file(os.urandom(60 * MiB))), 400, "purpose is missing"),
+        (FILES, form(part("purpose", b"a" * 200_000), file()), 400, "purpose is"),
+        (FILES, form(part("purpose", b"batch\x00"), file()), 400, "purpose is"),
+        (FILES, form(part("purpose", b"batch"), part("purpose", b"batch"), file()), 400, "2 fields purpose"),
+        (FILES, form(part("purpose", b"batch"), part("expires_after[seconds]", b"9" * 9999), file()), 400, "anchor"),
+    ],
+    ids=lambda value: None if isinstance(value, bytes) else value,
+)
+def test_a_bad_field_is_refused(attacked: Attacked, path: str, body: bytes, status: int, words: str) -> None:
+    refused(attacked, path, body, status, words)
+
+
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("kind", [b"application/json", b"text/plain", b"multipart/mixed; boundary=edge", b""])
-def test_another_type_is_415(attacked: Attacked, kind: bytes) -> None:
-    refused(attacked, form(file()), 415, "multipart/form-data", kind)
+def test_another_type_is_415(attacked: Attacked, path: str, kind: bytes) -> None:
+    refused(attacked, path, form(file()), 415, "multipart/form-data", kind)
 
 
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("kind", [b"multipart/form-data", b"multipart/form-data; boundary=" + b"e" * 5000])
-def test_a_boundary_is_required_and_short(attacked: Attacked, kind: bytes) -> None:
-    answer = attacked.http.post(PATH, content=form(file()), headers={"Content-Type": kind})  # type: ignore[dict-item]
+def test_a_boundary_is_required_and_short(attacked: Attacked, path: str, kind: bytes) -> None:
+    answer = attacked.http.post(path, content=form(file()), headers={"Content-Type": kind})  # type: ignore[dict-item]
     assert answer.status_code == 400
     assert "boundary" in answer.json()["error"]["message"].lower()
     assert spooled(attacked) == []
 
 
-@pytest.mark.parametrize(
-    "name",
-    [b"../../../../tmp/stolen", b"/etc/cron.d/stolen", b"a\x00b", b"..", b"shm_name.txt", b"%2e%2e/a", b"a" * 3000],
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_name_of_a_file_has_no_effect(attacked: Attacked, name: bytes) -> None:
     headers: Any = {"Content-Type": b"multipart/form-data; boundary=" + BOUNDARY}
     usual, strange = (
-        attacked.http.post(PATH, content=form(file(name=one)), headers=headers) for one in (b"a.wav", name)
+        attacked.http.post(AUDIO, content=form(file(name=one)), headers=headers) for one in (b"a.wav", name)
     )
     assert (strange.status_code, strange.json()) == (200, usual.json())
     assert not Path("/tmp/stolen").exists()
     wait_until_spool_is_empty(attacked)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_the_name_of_a_stored_file_is_no_path(attacked: Attacked, name: bytes) -> None:
+    headers: Any = {"Content-Type": b"multipart/form-data; boundary=" + BOUNDARY}
+    body = form(part("purpose", b"user_data"), file(name=name))
+    answer = attacked.http.post(FILES, content=body, headers=headers)
+    assert answer.status_code == 200
+    assert not {"/", "\0"} & set(answer.json()["filename"])
+    assert len(answer.json()["filename"]) <= 255
+    assert not Path("/tmp/stolen").exists()
+    assert attacked.http.delete(f"{FILES}/{answer.json()['id']}").json()["deleted"]
+    assert spooled(attacked) == []
+
+
 @contextlib.contextmanager
-def connection(attacked: Attacked, head: bytes) -> Iterator[socket.socket]:
+def connection(attacked: Attacked, path: str, head: bytes) -> Iterator[socket.socket]:
     """Yield a connection on which the head of an upload has been sent."""
     address = urlsplit(attacked.service.url)
     kind = b"Content-Type: multipart/form-data; boundary=" + BOUNDARY
     with socket.create_connection((address.hostname, address.port), timeout=60) as sock:
-        sock.sendall(b"POST %s HTTP/1.1\r\nHost: localhost\r\n%s\r\n%s\r\n\r\n" % (PATH.encode(), kind, head))
+        sock.sendall(b"POST %s HTTP/1.1\r\nHost: localhost\r\n%s\r\n%s\r\n\r\n" % (path.encode(), kind, head))
         yield sock
 
 
-def test_an_upload_that_announces_too_much_is_refused_before_it_arrives(attacked: Attacked) -> None:
-    with connection(attacked, b"Content-Length: 1000000000000") as sock:
+@pytest.mark.parametrize("path", PATHS)
+def test_an_upload_that_announces_too_much_is_refused_before_it_arrives(attacked: Attacked, path: str) -> None:
+    with connection(attacked, path, b"Content-Length: 1000000000000") as sock:
         assert sock.recv(4096).startswith(b"HTTP/1.1 413")
     assert spooled(attacked) == []
 
 
-def test_an_upload_that_never_ends_is_refused_at_the_limit(attacked: Attacked) -> None:
+@pytest.mark.parametrize("path", PATHS)
+def test_an_upload_that_never_ends_is_refused_at_the_limit(attacked: Attacked, path: str) -> None:
     most = (MOST + MAX_DROPPED_BYTES) // MiB
 
     def send() -> int:
         count, chunk = 0, b"100000\r\n" + bytes(MiB) + b"\r\n"
-        with connection(attacked, b"Transfer-Encoding: chunked") as sock:
+        with connection(attacked, path, b"Transfer-Encoding: chunked") as sock:
             head = file(b"")[:-2]
             sock.sendall(b"%x\r\n%s\r\n" % (len(head), head))
             with contextlib.suppress(ConnectionError):
@@ -160,8 +196,9 @@ def test_an_upload_that_never_ends_is_refused_at_the_limit(attacked: Attacked) -
     attacked.is_right()
 
 
-def test_a_client_that_leaves_during_its_upload_leaves_nothing(attacked: Attacked) -> None:
-    with connection(attacked, b"Content-Length: 30000000") as sock:
+@pytest.mark.parametrize("path", PATHS)
+def test_a_client_that_leaves_during_its_upload_leaves_nothing(attacked: Attacked, path: str) -> None:
+    with connection(attacked, path, b"Content-Length: 30000000") as sock:
         sock.sendall(file(bytes(4 * MiB))[:-2])
         while not spooled(attacked):
             time.sleep(0.01)
@@ -170,7 +207,7 @@ def test_a_client_that_leaves_during_its_upload_leaves_nothing(attacked: Attacke
 
 def test_a_client_that_leaves_during_its_answer_leaves_nothing(attacked: Attacked) -> None:
     body = form(part("stream", b"true"), file(encode_sound(tone(200), 16_000)))
-    with connection(attacked, b"Content-Length: %d" % len(body)) as sock:
+    with connection(attacked, AUDIO, b"Content-Length: %d" % len(body)) as sock:
         sock.sendall(body)
         assert sock.recv(16).startswith(b"HTTP/1.1 200")
     wait_until_spool_is_empty(attacked)
