@@ -123,8 +123,15 @@ def test_the_examples_of_files_and_batches_run(
     source = section(title).partition("```python\n")[2].partition("```")[0]
     names = run(source.replace("http://127.0.0.1:8000", str(http.base_url).rstrip("/")), {})
     names["client"].close()
-    printed = capsys.readouterr().out
-    assert "A red circle." in printed if title == "/v1/files" else printed.startswith("completed {")
+    printed = capsys.readouterr().out.splitlines()
+    if title == "/v1/files":
+        assert "A red circle." in printed[0]
+        assert "note.txt" in printed[-2]
+        assert printed[-1] == "True"
+    else:
+        assert printed[0].startswith("completed {")
+        assert re.search("cancelling|cancelled|only a batch in progress can be", printed[-2])
+        assert names["second"].id in printed[-1]
 
 
 def test_the_shared_memory_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
