@@ -40,6 +40,8 @@ from mindie_mm.nn.weights.pretrained import read_config
 
 _EXTRACTORS = {"WhisperFeatureExtractor": {"feature_size": 80}}
 _FIRST_TIME = "<|0.00|>"
+_DETECT = "<|startoflm|>"
+"""Token in a text that asks for the language. Models do not use this token for anything else."""
 _FRAMES_PER_TIME = 2
 """Number of frames between two time stamps."""
 _FURTHER_FRAMES = 3
@@ -57,7 +59,7 @@ class WhisperProcessor(ClipProcessor):
     """Processor for Whisper.
 
     A text is the transcript before the clip. It may also contain the token of a language and the token of a task, such
-    as <|de|><|translate|>, and <|0.00|> for time stamps.
+    as <|de|><|translate|>, and <|0.00|> for time stamps. <|startoflm|> asks for the language instead.
     """
 
     traits = Traits(
@@ -80,10 +82,11 @@ class WhisperProcessor(ClipProcessor):
         self.clips = Clips(mel, lambda _: self.num_features, least_frames=1, further_frames=_FURTHER_FRAMES)
         self.feature_width = config.d_model
         self.max_target: int = config.max_target_positions
+        self._max_text = self.max_target // 2 - 1
         self.start, self.no_timestamps = config.decoder_start_token_id, checkpoint.token_id("<|notimestamps|>")
         # The token before <|notimestamps|> stands for a clip without speech. Its name differs between releases.
         self.placeholders = {"audio": Placeholder((), self.no_timestamps - 1, ())}
-        self._previous = checkpoint.token_id("<|startofprev|>")
+        self._previous, self._detect = (checkpoint.token_id(name) for name in ("<|startofprev|>", _DETECT))
         generation = checkpoint.json("generation_config.json")
         languages, tasks = (dict(generation.get(f"{name}_to_id") or {}) for name in ("lang", "task"))
         self.languages, self._tasks = frozenset(languages.values()), frozenset(tasks.values())
@@ -103,8 +106,11 @@ class WhisperProcessor(ClipProcessor):
             transcribe="<|transcribe|>" if "transcribe" in tasks else "",
             translate="<|translate|>" if "translate" in tasks else None,
             in_language="{language}",
+            detect=_DETECT if languages and self._language is None else "",
             languages={name.strip("<|>"): name for name in languages} or {"en": ""},
             with_prompt="{prompt}",
+            control_start="<|",
+            max_prompt_tokens=self._max_text,
             with_times=_FIRST_TIME if self.first_time > 0 else "",
             first_time_id=self.first_time,
             time_s=self.clips.mel.hop * _FRAMES_PER_TIME / self.clips.mel.rate,
@@ -124,13 +130,19 @@ class WhisperProcessor(ClipProcessor):
     def frame(self, ids: list[int], num_items: int) -> list[int]:
         """Return the decoder's first tokens. The language is missing if the decoder must detect it.
 
+        As in the reference, the end of the text is kept if the text fills more than half of the decoder's positions.
+
         Raises:
-            InputError: The text is too long, or it contains several languages or tasks.
+            InputError: The text contains several languages or tasks.
 
         """
+        if self._detect in ids:
+            return [self.start]
         language = _only(ids, self.languages, "language", self._language)
         task = _only(ids, self._tasks, "task", self._task)
         text = [index for index in ids if index not in self._control]
+        if num_items:  # the model refuses a prompt without a clip
+            text = text[-self._max_text :]
         chosen = [index for index in (language, task) if index is not None]
         off = () if self.first_time in ids else (self.no_timestamps,)
         return [*([self._previous, *text] if text else ()), self.start, *chosen, *off]
@@ -158,6 +170,8 @@ class WhisperModel(Seq2SeqModel):
         """Also apply the rules for time stamps, if the prompt does not turn them off."""
         super().constrain(row, prompt_ids, output_ids, last=last)
         known = self._processor
+        if known.languages and prompt_ids[-1] == known.start:  # the answer begins with the language
+            return
         if known.first_time > 0 and known.no_timestamps not in prompt_ids[known.num_features :]:
             ids = upload([[known.start, *output_ids]], row.device)
             row.copy_(self._times(ids, row.unsqueeze(0))[0])
@@ -193,7 +207,7 @@ class WhisperModel(Seq2SeqModel):
         known = self._processor
         first = list(input_ids[known.num_features :])
         after = len(first) - first[::-1].index(known.start)
-        if known.languages and not known.languages.intersection(first[after:]):
+        if known.languages and after < len(first) and not known.languages.intersection(first[after:]):
             logits = self.decode(Decoding.of(decoding.prompt), [known.start])[0]
             spoken = upload(sorted(known.languages), logits.device)
             first.insert(after, int(spoken[logits[spoken].argmax()]))
@@ -220,13 +234,15 @@ class Whisper(PretrainedFamily):
     def tokenizer(cls, checkpoint: Checkpoint) -> Any:
         """Return the tokenizer of the checkpoint.
 
-        Texts may contain the tokens of languages and tasks, and the first time stamp.
+        Texts may contain the tokens of languages and tasks, the first time stamp, and the token that asks for a
+        language.
         """
         from transformers import PreTrainedTokenizerFast
 
         generation = checkpoint.json("generation_config.json")
         chosen = {index for name in ("lang_to_id", "task_to_id") for index in (generation.get(name) or {}).values()}
         chosen.add(checkpoint.token_id("<|notimestamps|>") + 1)  # the first time stamp
+        chosen.add(checkpoint.token_id(_DETECT))
         backend = checkpoint.tokenizer(lambda token: token["special"] and token["id"] not in chosen)
         named = {name: token for name in _NAMED_TOKENS if (token := checkpoint.special_token(name)) is not None}
         return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **named)

@@ -108,10 +108,18 @@ class SpeechTraits(msgspec.Struct, frozen=True):
     """The form of a language in the text, by ISO 639 code. Empty if no language can be chosen."""
     with_prompt: str = "The speech may contain names and words from this text: {prompt}\n"
     """Text for the `prompt` of a request."""
+    control_start: str = ""
+    """Beginning of the control tokens that the checkpoint accepts in texts. In the `prompt` of a request, a space after
+    its first character makes them plain text. Empty if texts contain no control tokens."""
+    max_prompt_tokens: int = 0
+    """Number of tokens at the end of `prompt` that the checkpoint reads. 0 if it reads all of them."""
     prompt_role: Literal["user", "system"] = "user"
     """Role of the message with this text."""
     opening: str = ""
     """Beginning of the answer if the request states a language, with `{language}`. It replaces `in_language`."""
+    detect: str = ""
+    """Text that asks for the language: the first token of the answer is an entry of `languages`. Empty if the
+    checkpoint has no such text."""
     with_times: str = ""
     """Text that asks for time stamps. Empty if the checkpoint writes none."""
     first_time_id: int = -1

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import unicodedata
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NotRequired
 
@@ -14,7 +15,9 @@ from typing_extensions import TypedDict
 from mindie_mm.nn.speech import SpeechTraits
 from service.audio.body import Format
 from service.schemas.choices import Usage
-from service.schemas.openai_answers import ChatCompletion
+from service.schemas.openai_answers import ChatChoice, ChatCompletion
+
+_log = logging.getLogger(__name__)
 
 DELTA, DONE = "transcript.text.delta", "transcript.text.done"
 
@@ -40,6 +43,8 @@ class Transcript(TypedDict):
 
     text: str
     usage: TokenUsage
+    finish_reason: NotRequired[Literal["length"]]
+    """Present if a limit on tokens has cut off the text of a clip."""
 
 
 class Segment(TypedDict):
@@ -53,11 +58,9 @@ class Segment(TypedDict):
     text: str
     tokens: list[int]
     temperature: float
-    avg_logprob: float | None
-    """Mean log-probability of the tokens. None if the model writes no time stamps."""
+    avg_logprob: float
+    """Mean log-probability of the tokens."""
     compression_ratio: float
-    no_speech_prob: None
-    """Always None: the probability is not computed."""
 
 
 class VerboseTranscript(TypedDict):
@@ -65,11 +68,13 @@ class VerboseTranscript(TypedDict):
 
     task: Literal["transcribe", "translate"]
     language: str
-    """Language of the request, or an empty string."""
+    """Language of the request, or the language that the model has detected, or an empty string."""
     duration: float
     text: str
     segments: list[Segment]
     usage: DurationUsage
+    finish_reason: NotRequired[Literal["length"]]
+    """Same as in `Transcript`."""
 
 
 class TranscriptEvent(TypedDict):
@@ -80,6 +85,14 @@ class TranscriptEvent(TypedDict):
     text: NotRequired[str]
     """The whole transcript, in the last event."""
     usage: NotRequired[TokenUsage]
+    finish_reason: NotRequired[Literal["length"]]
+    """Same as in `Transcript`, in the last event."""
+
+
+class Ended(TypedDict):
+    """The key of an answer whose text is cut off."""
+
+    finish_reason: NotRequired[Literal["length"]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +103,7 @@ class Stretch:
     stop_s: float
     text: str
     tokens: Sequence[int] = ()
-    avg_logprob: float | None = None
+    avg_logprob: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +115,10 @@ class Heard:
     stop_s: float
     stretches: Sequence[Stretch]
     usage: Usage
+    is_cut_off: bool = False
+    """Whether a limit on tokens has cut off the answer."""
+    language: str = ""
+    """Code of the language that the answer states, or an empty string."""
     rest_s: float | None = None
     """Beginning of the rest of the clip, if the model has left it out, because a stretch in it did not end there."""
 
@@ -129,21 +146,41 @@ def heard(
 
     """
     (choice,) = completion["choices"]
-    tokens, logprobs = choice["token_ids"], choice["logprobs"]
-    if tokens is None or logprobs is None:
-        text = _after(traits.answer_start, choice["message"]["content"] or "")
-        return Heard(*times, [Stretch(*times, text)] if text.strip() else [], completion["usage"])
-    scores = [position["logprob"] for position in msgspec.json.decode(logprobs["content"])]
-    scored = [(token, score) for token, score in zip(tokens, scores, strict=False) if token not in ends]
+    is_cut_off = choice["finish_reason"] == "length"
+    scored = [(token, score) for token, score in _scored(choice) if token not in ends]
+    if not traits.has_times or not scored:
+        before, text = _parted(traits.answer_start, choice["message"]["content"] or "")
+        codes = {name: code for code, name in traits.languages.items()}
+        language = codes.get(before.strip().rpartition(" ")[2], "")
+        stretches = [Stretch(*times, text, *_tokens_and_mean(scored))] if text.strip() else []
+        return Heard(*times, stretches, completion["usage"], is_cut_off, language)
     last = [token for token, _ in scored[-2:] if token >= traits.first_time_id]
     rest_s = None
     if len(last) == 2 and choice["finish_reason"] == "stop":  # the model has begun a further stretch, and stopped
         rest_s = _time_of(last[-1], traits, times)
-    return Heard(*times, _stretches(scored, traits, times, decode), completion["usage"], rest_s)
+    stretches = _stretches(scored, traits, times, decode)
+    return Heard(*times, stretches, completion["usage"], is_cut_off, rest_s=rest_s)
 
 
-def _after(start: str, text: str) -> str:
-    return text.partition(start)[2] if start and start in text else text
+def _scored(choice: ChatChoice) -> list[tuple[int, float]]:
+    """Return the tokens of an answer with their log-probabilities, or an empty list if the request asked for none."""
+    tokens, logprobs = choice["token_ids"], choice["logprobs"]
+    if tokens is None or logprobs is None:
+        return []
+    scores = [position["logprob"] for position in msgspec.json.decode(logprobs["content"])]
+    return [*zip(tokens, scores, strict=False)]
+
+
+def _tokens_and_mean(scored: Sequence[tuple[int, float]]) -> tuple[list[int], float]:
+    return [token for token, _ in scored], sum(score for _, score in scored) / max(len(scored), 1)
+
+
+def _parted(start: str, text: str) -> tuple[str, str]:
+    """Return the text before `start` and the text after it."""
+    if not start or start not in text:
+        return "", text
+    before, _, after = text.partition(start)
+    return before, after
 
 
 def _stretches(
@@ -162,9 +199,9 @@ def _stretches(
 
     def end(at: float) -> None:
         nonlocal begun
-        ids = [token for token, _ in own]
+        ids, mean = _tokens_and_mean(own)
         if text := decode(ids):
-            found.append(Stretch(begun, at, text, ids, sum(score for _, score in own) / len(own)))
+            found.append(Stretch(begun, at, text, ids, mean))
         own.clear()
         begun = at
 
@@ -205,6 +242,14 @@ def token_usage(clips: Sequence[Usage]) -> TokenUsage:
     return {"type": "tokens", "input_tokens": given, "output_tokens": made, "total_tokens": given + made}
 
 
+def ended(cut_off: Iterable[bool]) -> Ended:
+    """Return the key that reports a text which is cut off, and log it, because subtitles have no place for it."""
+    if not (num_clips := sum(cut_off)):
+        return {}
+    _log.warning("a limit on tokens has cut off the text of %d clips of speech", num_clips)
+    return {"finish_reason": "length"}
+
+
 def answer(
     clips: Sequence[Heard],
     form: Format,
@@ -215,9 +260,9 @@ def answer(
     duration_s: float,
 ) -> Mapping[str, Any] | str:
     """Return the answer in a format: an object to encode as JSON, or a text."""
-    text = joined([clip.text for clip in clips])
+    text, end = joined([clip.text for clip in clips]), ended(clip.is_cut_off for clip in clips)
     if form == "json":
-        return Transcript(text=text, usage=token_usage([clip.usage for clip in clips]))
+        return Transcript(text=text, usage=token_usage([clip.usage for clip in clips]), **end)
     if form == "text":
         return f"{text}\n"
     segments = _segments(clips, temperature)
@@ -229,6 +274,7 @@ def answer(
             text=text,
             segments=segments,
             usage={"type": "duration", "seconds": duration_s},
+            **end,
         )
     if form == "srt":
         cues = [f"{one['id'] + 1}\n{_range(one, ',')}\n{one['text'].strip()}\n\n" for one in segments]
@@ -249,7 +295,6 @@ def _segments(clips: Sequence[Heard], temperature: float) -> list[Segment]:
             "temperature": temperature,
             "avg_logprob": stretch.avg_logprob,
             "compression_ratio": len(data := stretch.text.encode()) / len(zlib.compress(data)),
-            "no_speech_prob": None,
         }
         for index, (clip, stretch) in enumerate(stretches)
     ]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mindie_mm.errors import InputError
+from mindie_mm.errors import ContextLengthExceeded, InputError
 from mindie_mm.nn.speech import SpeechTraits
 from service.audio.body import Task, TranscriptionBody
 from service.request.media import SpooledFile
@@ -15,6 +15,8 @@ from service.request.translated import chat_body_of, text_part
 from service.schemas.openai_types import ChatBody
 
 _SAME = ("model", "stream", "seed", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty")
+_MAX_TOKEN_CHARS = 256
+"""Number of characters that no token exceeds."""
 _ITEM = "media item 0 (audio): "
 """Beginning of an error about the clip. A form has only one file."""
 
@@ -26,8 +28,9 @@ def chat_body(body: TranscriptionBody, task: Task, traits: SpeechTraits, clip: P
         InputError: A field is not valid.
 
     """
+    wants_tokens = body.wants_times(traits) or body.format == "verbose_json"
     wants_times, language = body.wants_times(traits), body.language_of(traits)
-    context = traits.with_prompt.format(prompt=body.prompt) if body.prompt else ""
+    context = traits.with_prompt.format(prompt=_plain(body.prompt, traits)) if body.prompt else ""
     what = traits.transcribe if task == "transcribe" else traits.translate or ""
     opening = spoken = ""
     if language is not None:
@@ -51,19 +54,41 @@ def chat_body(body: TranscriptionBody, task: Task, traits: SpeechTraits, clip: P
         "max_tokens": body.max_completion_tokens,
         "repetition_penalty": body.repetition_penalty,
         "stream_options": {"include_usage": True} if body.stream else None,
-        "return_token_ids": wants_times or None,
-        "logprobs": wants_times or None,
+        "return_token_ids": wants_tokens or None,
+        "logprobs": wants_tokens or None,
     }
     return chat_body_of(fields, {"max_tokens": "max_completion_tokens"})
 
 
+def language_body(body: TranscriptionBody, traits: SpeechTraits, clip: Path, ids: Sequence[int]) -> ChatBody:
+    """Return the body of the chat completion whose answer is a token among `ids`: the language of a file."""
+    parts = [{"type": "audio", "audio": SpooledFile(clip)}, text_part(traits.detect)]
+    fields: dict[str, Any] = {
+        "model": body.model,
+        "messages": [{"role": "user", "content": parts}],
+        "temperature": 0.0,
+        "max_tokens": 1,
+        "allowed_token_ids": [*ids],
+        "return_token_ids": True,
+    }
+    return chat_body_of(fields, {})
+
+
+def _plain(prompt: str, traits: SpeechTraits) -> str:
+    """Return the part of a prompt that the model reads, without control tokens."""
+    if traits.max_prompt_tokens:  # encoding the rest would cost time
+        prompt = prompt[-traits.max_prompt_tokens * _MAX_TOKEN_CHARS :]
+    start = traits.control_start
+    return prompt.replace(start, f"{start[0]} {start[1:]}") if start else prompt
+
+
 @contextmanager
-def naming_file() -> Iterator[None]:
-    """Name the form's file in an InputError about the chat's clip."""
+def naming_fields(prompt: str | None) -> Iterator[None]:
+    """Name the form's file in an InputError about the chat's clip, and its prompt if the chat is too long."""
     try:
         yield
     except InputError as error:
         error.args = (str(error).removeprefix(_ITEM),)
         if error.param == "messages":
-            error.param = "file"
+            error.param = "prompt" if prompt and isinstance(error, ContextLengthExceeded) else "file"
         raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from service.audio.answer import TokenUsage, separator, token_usage
+from service.audio.answer import Ended, TokenUsage, ended, separator, token_usage
 from service.schemas.choices import Usage
 
 
@@ -22,6 +22,11 @@ class SpeechText:
     def usage(self) -> TokenUsage:
         """Usage of all clips."""
         return token_usage([clip.usage for clip in self._clips if clip.usage is not None])
+
+    @property
+    def end(self) -> Ended:
+        """The key of the last event that reports a text which is cut off."""
+        return ended(clip.is_cut_off for clip in self._clips)
 
     def clip(self, answer_start: str) -> ClipText:
         """Append a clip. `answer_start` is the trait of the checkpoint."""
@@ -52,6 +57,7 @@ class ClipText:
         self.is_begun = False
         """Whether a part of the text has been taken."""
         self.is_complete = False
+        self.is_cut_off = False
         self.usage: Usage | None = None
 
     def add(self, chunk: Mapping[str, Any]) -> None:
@@ -59,6 +65,7 @@ class ClipText:
         self.usage = chunk.get("usage", self.usage)
         for choice in chunk["choices"]:
             self._waiting += choice["delta"].get("content") or ""
+            self.is_cut_off |= choice["finish_reason"] == "length"
         self._changed()
 
     def finish(self) -> None:

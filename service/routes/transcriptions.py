@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from mindie_mm.tokenize.clips import Clips, keep_rest
 from service.audio.answer import DELTA, Heard, Transcript, TranscriptEvent, VerboseTranscript, answer, heard
 from service.audio.answer import DONE as LAST
 from service.audio.body import Task, TranscriptionBody
-from service.audio.chat import chat_body, naming_file
+from service.audio.chat import chat_body, language_body, naming_fields
 from service.audio.stream import ClipText, SpeechText
 from service.http.errors import error_object
 from service.request.admitted import DONE, EventStream, SendEvent, WholeAnswer
@@ -95,6 +95,16 @@ async def _spooled(request: Request, service: Service) -> AsyncIterator[Upload]:
             service.media.remove(directory.path)
 
 
+def _without_times(chat: Chat, traits: SpeechTraits) -> Chat:
+    """Return the chat with an answer whose text does not show time stamps. Segments are made from its tokens."""
+    if not traits.has_times:
+        return chat
+    call, dialect = chat.call, chat.call.service.chat_dialect
+    times = {index for index in dialect.added_tokens.values() if index >= traits.first_time_id}
+    silent = dialect.special if call.silent is None else call.silent
+    return replace(chat, call=replace(call, silent=times.union(silent)))
+
+
 @dataclass(frozen=True, slots=True)
 class _Speech:
     """Speech that is to be transcribed or translated."""
@@ -114,7 +124,7 @@ class _Speech:
         incoming.accept(body)
         body.check(task, traits)
         chat = chat_of(chat_body(body, task, traits, upload.path), incoming, prefix="trsc-", cut_max_tokens=True)
-        return cls(upload, incoming, task, traits, body, chat)
+        return cls(upload, incoming, task, traits, body, _without_times(chat, traits))
 
     def response(self) -> Response:
         """Return the response, which transcribes the speech."""
@@ -125,23 +135,44 @@ class _Speech:
 
     async def answer(self) -> Mapping[str, Any] | str:
         """Return the answer in the format of the request."""
-        with naming_file():
+        with naming_fields(self.body.prompt):
             clips, turns = await self._cut(), asyncio.Semaphore(_AT_ONCE)
 
             async def listen(index: int, times: tuple[float, float]) -> list[Heard]:
                 async with turns:
                     return await self._heard(clips, index, times)
 
+            language = await self._language(clips)
             found = await gather([listen(index, times) for index, times in enumerate(clips.times)])
-        language = self.body.language_of(self.traits)
+        heard_clips = [one for parts in found for one in parts]
         return answer(
-            [one for parts in found for one in parts],
+            heard_clips,
             self.body.format,
             task=self.task,
-            language="" if language is None else language[0],
+            language=language or next((one.language for one in heard_clips if one.language), ""),
             temperature=self.body.temperature or 0.0,
             duration_s=clips.times[-1][1],
         )
+
+    async def _language(self, clips: Clips) -> str:
+        """Return the code of the language: that of the request, or else the one that the model detects.
+
+        Return an empty string if the format does not show it, or if the model does not tell.
+        """
+        if (stated := self.body.language_of(self.traits)) is not None:
+            return stated[0]
+        if len(self.traits.languages) == 1:
+            return next(iter(self.traits.languages))
+        if self.body.format != "verbose_json" or not self.traits.detect:
+            return ""
+        clip = self.upload.path if len(clips.starts) == 1 else clips.file(self.upload.path.parent, 0)
+        tokens = self.incoming.service.chat_dialect.added_tokens
+        codes = {tokens[name]: code for code, name in self.traits.languages.items() if name in tokens}
+        body = language_body(self.body, self.traits, clip, [*codes])
+        completion = await chat_of(body, self.incoming, prefix="trsc-language-").answer()
+        drawn = completion["choices"][0]["token_ids"]
+        assert drawn, "an answer has a token"
+        return codes[drawn[0]]
 
     async def _heard(self, clips: Clips, index: int, times: tuple[float, float]) -> list[Heard]:
         """Return the answers about a clip: one, and further ones about the rest that the model has left out."""
@@ -163,7 +194,7 @@ class _Speech:
     async def stream(self, send: SendEvent) -> None:
         """Send the transcript in pieces, in the order of the speech. Later clips are transcribed meanwhile."""
         speech = SpeechText(lambda text: send({"type": DELTA, "delta": text}))
-        with naming_file():
+        with naming_fields(self.body.prompt):
             clips, turns = await self._cut(), asyncio.Semaphore(_AT_ONCE)
             texts = [speech.clip(self.traits.answer_start) for _ in clips.starts]
 
@@ -173,7 +204,7 @@ class _Speech:
                 text.finish()
 
             await gather([listen(index, text) for index, text in enumerate(texts)])
-        send({"type": LAST, "text": speech.text, "usage": speech.usage})
+        send({"type": LAST, "text": speech.text, "usage": speech.usage, **speech.end})
 
     async def _cut(self) -> Clips:
         """Cut the speech into clips. Their bytes are counted before they are written.
@@ -202,4 +233,5 @@ class _Speech:
 
     def _chat_about(self, clip: Path, name: str) -> Chat:
         body = chat_body(self.body, self.task, self.traits, clip)
-        return chat_of(body, self.incoming, prefix=f"trsc-{name}-", cut_max_tokens=True)
+        chat = chat_of(body, self.incoming, prefix=f"trsc-{name}-", cut_max_tokens=True)
+        return _without_times(chat, self.traits)

@@ -222,6 +222,13 @@ class TestWhisper(Seq2SeqContract):
             )
             assert ids.tolist() == plain[FEATURES:].tolist()
 
+    def test_the_end_of_a_long_text_is_kept(self, reference, tokenizer, path_file):
+        text = " ".join(f"word {number}" for number in range(40))
+        ids = tokenizer.tokenize([{"audio": tone(0.3)}, {"text": f"<|de|>{text}"}], path_file)[FEATURES:]
+        every = reference.tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert len(every) > TARGET // 2
+        assert ids.tolist() == [PREVIOUS, *every[-(TARGET // 2 - 1) :], START, DE, TRANSCRIBE, NO_TIMES]
+
     def test_answers_fill_the_decoders_positions(self, model, tokenized):
         ids = tokenized["a language"]
         assert self.engine(model).ready.max_output_len == TARGET - 1

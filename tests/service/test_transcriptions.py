@@ -100,6 +100,9 @@ def test_each_format_has_the_same_text(http: httpx2.Client) -> None:
     assert (verbose["text"], verbose["duration"], verbose["task"]) == (text, 1.5, "transcribe")
     (segment,) = verbose["segments"]
     assert (segment["start"], segment["end"], segment["text"].strip()) == (0.0, 1.5, text)
+    assert segment["avg_logprob"] < 0
+    assert len(segment["tokens"]) > 0
+    assert "no_speech_prob" not in segment
     plain, srt, vtt = (transcribe(http, sound, response_format=one) for one in ("text", "srt", "vtt"))
     assert plain.headers["content-type"] == "text/plain; charset=utf-8"
     assert plain.text == f"{text}\n"
@@ -191,7 +194,7 @@ def test_openais_client_transcribes_and_translates(client: openai.OpenAI) -> Non
         ({"to_language": "fr"}, "to_language", "to_language is not supported"),
         ({"language": ["de", "en"]}, "language", "2 parts"),
         ({"seed": str(2**70)}, "seed", "seed"),
-        ({"prompt": "word " * 20_000}, "file", "tokens"),
+        ({"prompt": "word " * 20_000}, "prompt", "tokens"),
     ],
 )
 def test_a_field_that_is_not_honored_is_refused_by_name(

@@ -52,6 +52,11 @@ def test_stretches_lie_between_time_stamps() -> None:
     assert {one.avg_logprob for one in found} == {-0.5}
 
 
+def test_an_answer_of_a_recognizer_states_its_language() -> None:
+    one = heard(completion("language German<asr_text>Ja.", [1, 2, 99]), ASR, (0.0, 1.0), letters, ends=[99])
+    assert (one.language, one.text, one.stretches[0].avg_logprob) == ("de", "Ja.", -0.5)
+
+
 @pytest.mark.parametrize(
     ("tokens", "rest_s"),
     [
@@ -136,7 +141,7 @@ def test_a_stream_has_the_order_of_the_speech() -> None:
     first, second, third = (speech.clip("<asr_text>") for _ in range(3))
 
     def say(clip: Any, text: str) -> None:
-        clip.add({"choices": [{"delta": {"content": text}}]})
+        clip.add({"choices": [{"delta": {"content": text}, "finish_reason": None}]})
 
     say(third, "language None<asr_text>three")
     third.finish()

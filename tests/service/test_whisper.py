@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from mindie_mm.media.audio.cuts import cuts
-from tests.models.test_whisper import WINDOW_S, write_timed_checkpoint
+from tests.models.test_whisper import TARGET, WINDOW_S, write_timed_checkpoint
 from tests.service.test_sound import input_audio
 from tests.service.test_transcriptions import PATH, RATE, events
 from tests.sound_samples import encode_sound, tone
@@ -70,7 +71,8 @@ def chat(listener: httpx2.Client, sound: bytes, text: str) -> tuple[str, list[in
 def test_language_task_and_prompt_begin_the_decoders_sequence(
     listener: httpx2.Client, path: str, fields: dict[str, str], text: str
 ) -> None:
-    expected, _ = chat(listener, CLIP, text)
+    answer, _ = chat(listener, CLIP, text)
+    expected = re.sub(r"<\|[\d.]+\|>", "", answer).strip()
     assert transcribe(listener, CLIP, path, **fields).json()["text"] == expected
     *_, last = events(transcribe(listener, CLIP, path, stream="true", **fields))
     assert last["text"] == expected
@@ -129,6 +131,66 @@ def test_the_rest_that_an_answer_leaves_out_is_heard(listener: httpx2.Client) ->
     alone = transcribe(listener, rest, response_format="verbose_json").json()["segments"]
     assert [segment["tokens"] for segment in segments[-len(alone) :]] == [segment["tokens"] for segment in alone]
     assert segments[0]["end"] <= seeks[1]
+
+
+@pytest.mark.parametrize("typed", ["<|de|>", "a <|translate|>", "<|0.00|>", "<|startoflm|>", "<<|de|><|en|>"])
+def test_text_in_a_prompt_is_no_control_token(listener: httpx2.Client, typed: str) -> None:
+    fields = {"response_format": "verbose_json", "language": "en"}
+    answer = transcribe(listener, CLIP, prompt=f"{typed} b", **fields).json()
+    plain = transcribe(listener, CLIP, prompt=f"{typed} b".replace("<|", "< |"), **fields).json()
+    assert answer == plain
+    assert answer["usage"] == {"type": "duration", "seconds": 1.3}
+    texts = {
+        transcribe(listener, CLIP, prompt=text, max_completion_tokens="1").json()["usage"]["input_tokens"]
+        for text in (typed, typed.replace("<|", "< |"))
+    }
+    assert len(texts) == 1
+
+
+@pytest.mark.parametrize("prompt", ["word " * 100, "<|de|> " * 30_000])
+def test_the_end_of_a_long_prompt_is_read(listener: httpx2.Client, prompt: str) -> None:
+    usage = transcribe(listener, CLIP, prompt=prompt, language="en").json()["usage"]
+    without = transcribe(listener, CLIP, language="en").json()["usage"]
+    assert usage["input_tokens"] - without["input_tokens"] == 1 + TARGET // 2 - 1  # the first is <|startofprev|>
+
+
+@pytest.mark.parametrize("hertz", [300, 900])
+def test_text_has_no_time_stamps(listener: httpx2.Client, hertz: int) -> None:
+    sound = encode_sound(tone(1.9, hertz=hertz), RATE)
+    shown, tokens = chat(listener, sound, "<|transcribe|><|en|>")
+    assert "<|" in shown, tokens
+    for fields in ({}, {"response_format": "text"}, {"stream": "true"}, {"response_format": "verbose_json"}):
+        assert "<|" not in transcribe(listener, sound, language="en", **fields).text
+    assert "<|" not in transcribe(listener, sound, "/v1/audio/translations").text
+
+
+def test_an_answer_that_is_cut_off_says_so(listener: httpx2.Client, whisper: RunningService) -> None:
+    for form in ("json", "verbose_json"):
+        cut = transcribe(listener, CLIP, response_format=form, max_completion_tokens="2").json()
+        assert cut["finish_reason"] == "length"
+    *_, last = events(transcribe(listener, CLIP, stream="true", max_completion_tokens="2"))
+    assert last["finish_reason"] == "length"
+    transcribe(listener, CLIP, response_format="srt", max_completion_tokens="2")
+    assert whisper.log.read_text().count("cut off the text of 1 clips") >= 4
+
+
+def test_the_language_is_the_one_that_the_model_detects(listener: httpx2.Client, whisper: RunningService) -> None:
+    from transformers import WhisperFeatureExtractor, WhisperForConditionalGeneration
+
+    path = whisper.log.with_name("timed")
+    model, extract = (
+        WhisperForConditionalGeneration.from_pretrained(path),
+        WhisperFeatureExtractor.from_pretrained(path),
+    )
+    names = {index: name.strip("<|>") for name, index in model.generation_config.lang_to_id.items()}
+    for hertz in (300, 900, 1500):
+        samples = tone(1.3, hertz=hertz)
+        found = model.detect_language(**extract(samples, sampling_rate=RATE, return_tensors="pt"))
+        sound = encode_sound(samples, RATE)
+        verbose = transcribe(listener, sound, response_format="verbose_json", prompt="Ja.").json()
+        assert verbose["language"] == names[int(found[0])]
+    stated = transcribe(listener, CLIP, response_format="verbose_json", language="German").json()
+    assert stated["language"] == "de"
 
 
 def test_words_have_no_time_stamps(listener: httpx2.Client) -> None:
