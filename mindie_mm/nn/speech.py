@@ -118,8 +118,12 @@ class SpeechTraits(msgspec.Struct, frozen=True):
     opening: str = ""
     """Beginning of the answer if the request states a language, with `{language}`. It replaces `in_language`."""
     detect: str = ""
-    """Text that asks for the language: the first token of the answer is an entry of `languages`. Empty if the
+    """Text that asks for the token that follows the decoder's first one: the language, or `no_speech_id`. Empty if the
     checkpoint has no such text."""
+    no_speech_id: int = -1
+    """Id of the token that stands for a clip without speech."""
+    language: str = ""
+    """Code of the language that the checkpoint assumes if the request states none. Empty if it detects the language."""
     with_times: str = ""
     """Text that asks for time stamps. Empty if the checkpoint writes none."""
     first_time_id: int = -1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import unicodedata
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -61,6 +62,8 @@ class Segment(TypedDict):
     avg_logprob: float
     """Mean log-probability of the tokens."""
     compression_ratio: float
+    no_speech_prob: NotRequired[float]
+    """Probability that the segment's clip contains no speech. Missing if the model does not tell."""
 
 
 class VerboseTranscript(TypedDict):
@@ -119,6 +122,8 @@ class Heard:
     """Whether a limit on tokens has cut off the answer."""
     language: str = ""
     """Code of the language that the answer states, or an empty string."""
+    no_speech_prob: float | None = None
+    """Probability that the clip contains no speech. None if the model was not asked."""
     rest_s: float | None = None
     """Beginning of the rest of the clip, if the model has left it out, because a stretch in it did not end there."""
 
@@ -160,6 +165,13 @@ def heard(
         rest_s = _time_of(last[-1], traits, times)
     stretches = _stretches(scored, traits, times, decode)
     return Heard(*times, stretches, completion["usage"], is_cut_off, rest_s=rest_s)
+
+
+def no_speech_prob(choice: ChatChoice) -> float:
+    """Return the probability of the token that the request names in `logprob_token_ids`."""
+    assert choice["logprobs"] is not None, "the request asks for it"
+    (position,) = msgspec.json.decode(choice["logprobs"]["content"])
+    return math.exp(position["top_logprobs"][-1]["logprob"])
 
 
 def _scored(choice: ChatChoice) -> list[tuple[int, float]]:
@@ -284,20 +296,24 @@ def answer(
 
 def _segments(clips: Sequence[Heard], temperature: float) -> list[Segment]:
     stretches = [(clip, stretch) for clip in clips for stretch in clip.stretches]
-    return [
-        {
-            "id": index,
-            "seek": round(100 * clip.start_s),
-            "start": round(stretch.start_s, 3),
-            "end": round(stretch.stop_s, 3),
-            "text": stretch.text,
-            "tokens": [*stretch.tokens],
-            "temperature": temperature,
-            "avg_logprob": stretch.avg_logprob,
-            "compression_ratio": len(data := stretch.text.encode()) / len(zlib.compress(data)),
-        }
-        for index, (clip, stretch) in enumerate(stretches)
-    ]
+    return [_segment(index, clip, stretch, temperature) for index, (clip, stretch) in enumerate(stretches)]
+
+
+def _segment(index: int, clip: Heard, stretch: Stretch, temperature: float) -> Segment:
+    segment: Segment = {
+        "id": index,
+        "seek": round(100 * clip.start_s),
+        "start": round(stretch.start_s, 3),
+        "end": round(stretch.stop_s, 3),
+        "text": stretch.text,
+        "tokens": [*stretch.tokens],
+        "temperature": temperature,
+        "avg_logprob": stretch.avg_logprob,
+        "compression_ratio": len(data := stretch.text.encode()) / len(zlib.compress(data)),
+    }
+    if clip.no_speech_prob is not None:
+        segment["no_speech_prob"] = clip.no_speech_prob
+    return segment
 
 
 def _range(segment: Segment, point: str) -> str:

@@ -60,16 +60,18 @@ def chat_body(body: TranscriptionBody, task: Task, traits: SpeechTraits, clip: P
     return chat_body_of(fields, {"max_tokens": "max_completion_tokens"})
 
 
-def language_body(body: TranscriptionBody, traits: SpeechTraits, clip: Path, ids: Sequence[int]) -> ChatBody:
-    """Return the body of the chat completion whose answer is a token among `ids`: the language of a file."""
+def first_token_body(body: TranscriptionBody, traits: SpeechTraits, clip: Path, ids: Sequence[int]) -> ChatBody:
+    """Return the body of the chat completion that asks for the first token about a file, which is one of `ids`."""
     parts = [{"type": "audio", "audio": SpooledFile(clip)}, text_part(traits.detect)]
     fields: dict[str, Any] = {
         "model": body.model,
         "messages": [{"role": "user", "content": parts}],
         "temperature": 0.0,
         "max_tokens": 1,
-        "allowed_token_ids": [*ids],
+        "allowed_token_ids": [*ids] or None,
         "return_token_ids": True,
+        "logprobs": True,
+        "logprob_token_ids": [traits.no_speech_id],
     }
     return chat_body_of(fields, {})
 

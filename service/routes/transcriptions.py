@@ -18,10 +18,19 @@ from mindie_mm.errors import InputError, blaming
 from mindie_mm.nn.speech import SpeechTraits
 from mindie_mm.processes.tasks import gather, in_thread
 from mindie_mm.tokenize.clips import Clips, keep_rest
-from service.audio.answer import DELTA, Heard, Transcript, TranscriptEvent, VerboseTranscript, answer, heard
+from service.audio.answer import (
+    DELTA,
+    Heard,
+    Transcript,
+    TranscriptEvent,
+    VerboseTranscript,
+    answer,
+    heard,
+    no_speech_prob,
+)
 from service.audio.answer import DONE as LAST
 from service.audio.body import Task, TranscriptionBody
-from service.audio.chat import chat_body, language_body, naming_fields
+from service.audio.chat import chat_body, first_token_body, naming_fields
 from service.audio.stream import ClipText, SpeechText
 from service.http.errors import error_object
 from service.request.admitted import DONE, EventStream, SendEvent, WholeAnswer
@@ -142,37 +151,32 @@ class _Speech:
                 async with turns:
                     return await self._heard(clips, index, times)
 
-            language = await self._language(clips)
             found = await gather([listen(index, times) for index, times in enumerate(clips.times)])
         heard_clips = [one for parts in found for one in parts]
+        stated, traits = self.body.language_of(self.traits), self.traits
+        only = next(iter(traits.languages)) if len(traits.languages) == 1 else traits.language
+        detected = next((one.language for one in heard_clips if one.language), "")
         return answer(
             heard_clips,
             self.body.format,
             task=self.task,
-            language=language or next((one.language for one in heard_clips if one.language), ""),
+            language=stated[0] if stated else only or detected,
             temperature=self.body.temperature or 0.0,
             duration_s=clips.times[-1][1],
         )
 
-    async def _language(self, clips: Clips) -> str:
-        """Return the code of the language: that of the request, or else the one that the model detects.
+    async def _first_token(self, clip: Path) -> tuple[str, float | None]:
+        """Return the code of the language that the model detects in a clip, and the probability that nobody speaks.
 
-        Return an empty string if the format does not show it, or if the model does not tell.
+        Return an empty string and None if the format does not show them, or if the model does not tell.
         """
-        if (stated := self.body.language_of(self.traits)) is not None:
-            return stated[0]
-        if len(self.traits.languages) == 1:
-            return next(iter(self.traits.languages))
         if self.body.format != "verbose_json" or not self.traits.detect:
-            return ""
-        clip = self.upload.path if len(clips.starts) == 1 else clips.file(self.upload.path.parent, 0)
+            return "", None
         tokens = self.incoming.service.chat_dialect.added_tokens
         codes = {tokens[name]: code for code, name in self.traits.languages.items() if name in tokens}
-        body = language_body(self.body, self.traits, clip, [*codes])
-        completion = await chat_of(body, self.incoming, prefix="trsc-language-").answer()
-        drawn = completion["choices"][0]["token_ids"]
-        assert drawn, "an answer has a token"
-        return codes[drawn[0]]
+        body = first_token_body(self.body, self.traits, clip, [*codes])
+        (choice,) = (await chat_of(body, self.incoming, prefix=f"trsc-first-{clip.stem}-").answer())["choices"]
+        return codes.get((choice["token_ids"] or [-1])[0], ""), no_speech_prob(choice)
 
     async def _heard(self, clips: Clips, index: int, times: tuple[float, float]) -> list[Heard]:
         """Return the answers about a clip: one, and further ones about the rest that the model has left out."""
@@ -180,8 +184,12 @@ class _Speech:
         decode, ends = worker.tokenizer.decode, worker.engine.info.eos_token_ids
         found: list[Heard] = []
         chat, (start_s, stop_s) = self._chat(clips, index), times
+        language, silence = await self._first_token(
+            clips.file(folder, index) if len(clips.starts) > 1 else self.upload.path
+        )
         while len(found) < _MOST_PARTS:
-            found.append(heard(await chat.answer(), self.traits, (start_s, stop_s), decode, ends))
+            one = heard(await chat.answer(), self.traits, (start_s, stop_s), decode, ends)
+            found.append(replace(one, language=language or one.language, no_speech_prob=silence))
             rest_s = found[-1].rest_s
             if rest_s is None or rest_s <= start_s or stop_s - rest_s < _LEAST_REST_S:
                 break

@@ -240,11 +240,22 @@ def test_the_examples_of_the_docs_are_answered(
     names = run(python.replace(SERVED_AT, service.url))
     names["client"].close()
     assert capsys.readouterr().out.strip() == names["transcript"].text
-    (curl,) = re.findall(r"^    (curl .*)$", text, re.MULTILINE)
+    commands = re.findall(r"^    (curl .*)$", text, re.MULTILINE)
+    with httpx2.Client(base_url=service.url, timeout=60) as http:
+        translation = transcribe(http, speech(2), "/v1/audio/translations", response_format="text").text
     if shutil.which("curl") is not None:
-        command = curl.replace("localhost:8000", service.url)
-        ended = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True, timeout=60)
-        assert ended.stdout.startswith("1\n00:00:00,000 --> 00:00:01,")
+        subtitles, translated = (
+            subprocess.run(
+                ["sh", "-c", command.replace("localhost:8000", service.url)],
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=60,
+            ).stdout
+            for command in commands
+        )
+        assert subtitles.startswith("1\n00:00:00,000 --> 00:00:01,")
+        assert translated == translation
 
 
 def test_nothing_is_left(service: RunningService) -> None:

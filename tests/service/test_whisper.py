@@ -11,6 +11,7 @@ from typing import Any
 import httpx2
 import numpy as np
 import pytest
+import torch
 
 from mindie_mm.media.audio.cuts import cuts
 from tests.models.test_whisper import TARGET, WINDOW_S, write_timed_checkpoint
@@ -174,7 +175,7 @@ def test_an_answer_that_is_cut_off_says_so(listener: httpx2.Client, whisper: Run
     assert whisper.log.read_text().count("cut off the text of 1 clips") >= 4
 
 
-def test_the_language_is_the_one_that_the_model_detects(listener: httpx2.Client, whisper: RunningService) -> None:
+def test_language_and_silence_are_the_references(listener: httpx2.Client, whisper: RunningService) -> None:
     from transformers import WhisperFeatureExtractor, WhisperForConditionalGeneration
 
     path = whisper.log.with_name("timed")
@@ -189,6 +190,12 @@ def test_the_language_is_the_one_that_the_model_detects(listener: httpx2.Client,
         sound = encode_sound(samples, RATE)
         verbose = transcribe(listener, sound, response_format="verbose_json", prompt="Ja.").json()
         assert verbose["language"] == names[int(found[0])]
+        with torch.inference_mode():
+            start = torch.tensor([[model.generation_config.decoder_start_token_id]])
+            logits = model(**extract(samples, sampling_rate=RATE, return_tensors="pt"), decoder_input_ids=start).logits
+        silence = logits[0, -1].softmax(-1)[model.generation_config.no_timestamps_token_id - 1].item()
+        for segment in verbose["segments"]:
+            assert segment["no_speech_prob"] == pytest.approx(silence, rel=1e-3)
     stated = transcribe(listener, CLIP, response_format="verbose_json", language="German").json()
     assert stated["language"] == "de"
 

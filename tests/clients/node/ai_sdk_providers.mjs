@@ -1,11 +1,11 @@
 // Scenarios of the AI SDK, with its providers for OpenAI's Responses API and for Anthropic's Messages API.
 import { createAnthropic } from "@ai-sdk/anthropic";
 import { createOpenAI } from "@ai-sdk/openai";
-import { Output, generateText, stepCountIs, streamText, tool } from "ai";
+import { Output, experimental_transcribe as transcribe, generateText, stepCountIs, streamText, tool } from "ai";
 import assert from "node:assert/strict";
 import { z } from "zod";
 import {
-  BASE_URL, HELLO, HELLO_BACK, KEY, MODEL, PDF_BYTES, PICTURE_BYTES, RED_SQUARE, WHAT, checkWeather, scenario,
+  BASE_URL, HELLO, HELLO_BACK, KEY, MODEL, PDF_BYTES, PICTURE_BYTES, RED_SQUARE, SOUND_BYTES, WHAT, checkWeather, scenario,
 } from "./scenarios.mjs";
 
 const given = { baseURL: BASE_URL, apiKey: KEY };
@@ -95,3 +95,9 @@ await scenario("messages_media", () => media(messages));
 await scenario("messages_tool_called", () => toolCalled(messages));
 await scenario("messages_tool_result", () => toolResult(messages));
 await scenario("messages_structured", () => structured(messages));
+
+await scenario("transcription", async () => {
+  const model = createOpenAI(given).transcription(MODEL);
+  const { text } = await transcribe({ model, audio: SOUND_BYTES, maxRetries: 0 });
+  assert(text);
+});

@@ -3,7 +3,7 @@ import assert from "node:assert/strict";
 import OpenAI from "openai";
 import { zodFunction, zodResponseFormat } from "openai/helpers/zod";
 import { z } from "zod";
-import { BASE_URL, HELLO, HELLO_BACK, KEY, MODEL, PICTURE, RED_SQUARE, WHAT, checkWeather, scenario } from "./scenarios.mjs";
+import { BASE_URL, HELLO, HELLO_BACK, KEY, MODEL, PICTURE, RED_SQUARE, SOUND_BYTES, WHAT, checkWeather, scenario } from "./scenarios.mjs";
 
 const client = new OpenAI({ baseURL: BASE_URL, apiKey: KEY, maxRetries: 0 });
 const messages = [{ role: "user", content: HELLO }];
@@ -109,4 +109,30 @@ await scenario("structured_streamed", async () => {
   const response_format = zodResponseFormat(Thing, "thing");
   const answer = await client.chat.completions.stream({ ...chat, response_format }).finalChatCompletion();
   Thing.parse(answer.choices[0].message.parsed);
+});
+
+await scenario("transcription", async () => {
+  const file = () => new File([SOUND_BYTES], "three_beeps.wav", { type: "audio/wav" });
+  const whole = await client.audio.transcriptions.create({ model: MODEL, file: file() });
+  assert(whole.text);
+  assert(whole.usage.output_tokens > 0);
+  const verbose = { model: MODEL, file: file(), response_format: "verbose_json", language: "en" };
+  const { text, duration, language, segments } = await client.audio.transcriptions.create(verbose);
+  assert(text && duration > 0 && segments[0].avg_logprob < 0);
+  assert.equal(language, "en");
+  const srt = await client.audio.transcriptions.create({ model: MODEL, file: file(), response_format: "srt" });
+  assert(srt.startsWith("1\n00:00:00,000 --> "));
+  assert((await client.audio.translations.create({ model: MODEL, file: file() })).text);
+});
+
+await scenario("transcription_streamed", async () => {
+  const ask = { model: MODEL, file: new File([SOUND_BYTES], "three_beeps.wav"), stream: true };
+  const pieces = [];
+  let last;
+  for await (const event of await client.audio.transcriptions.create(ask)) {
+    if (event.type === "transcript.text.delta") pieces.push(event.delta);
+    else last = event;
+  }
+  assert.equal(last.type, "transcript.text.done");
+  assert.equal(pieces.join(""), last.text);
 });
