@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -64,7 +65,8 @@ class Batches:
         while True:
             began = time.monotonic()
             with logged("files that have expired cannot be removed"):
-                await in_thread(self.store.files.clean)
+                for owner in await in_thread(self.store.files.owners):
+                    await in_thread(partial(self.store.files.clean, owner))
             took_s = time.monotonic() - began
             await asyncio.sleep(max(interval_s, _REST * took_s))
 

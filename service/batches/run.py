@@ -208,6 +208,8 @@ class BatchRun:
         self, requests: Requests, left: list[tuple[int, int]], output: AnswerFile, errors: AnswerFile
     ) -> None:
         slots = self._means.slots
+        if left:  # compute no answer that cannot be written
+            await in_thread(lambda: self._means.files.room(self._folder.owner, 1))
         async with task_group() as group:
             for index, number in left:
                 await slots.acquire()

@@ -259,12 +259,15 @@ class FileStore:
             if _is_left_over(path) if is_empty else stored is not None and _has_expired(stored):
                 self._remove(owner, path.stem)
 
-    def clean(self) -> None:
-        """Remove expired files of all keys, and files that processes left behind when they were killed."""
-        for folder in self.root.glob("*/files"):
-            self._remove_expired(folder.parent.name)
-        for pattern in ("*/files/.file-*.json.*", "*/batches/*/.batch.json.*"):
-            for path in self.root.glob(pattern):
+    def owners(self) -> list[str]:
+        """Return the owners of files."""
+        return [folder.parent.name for folder in self.root.glob("*/files")]
+
+    def clean(self, owner: str) -> None:
+        """Remove the key's expired files, and files that processes left behind when they were killed."""
+        self._remove_expired(owner)
+        for pattern in ("files/.file-*.json.*", "batches/*/.batch.json.*"):
+            for path in (self.root / owner).glob(pattern):
                 if _is_left_over(path):
                     path.unlink(missing_ok=True)
 

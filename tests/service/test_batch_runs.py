@@ -6,10 +6,7 @@ import asyncio
 import json
 import os
 import resource
-import threading
-import time
-from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,82 +16,13 @@ import msgspec
 import pytest
 
 from mindie_mm.errors import LimitExceeded, NotStored
-from mindie_mm.settings.config import ServiceConfig
-from mindie_mm.shm import make_spool
 from service.batches import run
 from service.batches.batches import Batches
-from service.batches.record import Batch
 from service.batches.requests import Limits
-from service.batches.run import BatchRun, Means
-from service.batches.store import BatchFolder, BatchStore, new_id
-from service.files.store import FileStore, Used, replace_file
-
-URL = "/v1/completions"
-OWNER = "all"
-
-
-class Model:
-    """Answers each request with its body, and counts the answers by body."""
-
-    def __init__(self) -> None:
-        self.asked: list[str] = []
-        self.before: Callable[[str], Awaitable[int]] | None = None
-        """Function that returns the status of an answer."""
-
-    async def answer(self, endpoint: str, body: bytes, owner: str) -> tuple[int, str, bytes]:
-        assert (endpoint, owner) == (URL, OWNER)
-        self.asked.append(json.loads(body)["prompt"])
-        status = 200 if self.before is None else await self.before(self.asked[-1])
-        return status, "request", body
-
-
-class Place:
-    """A store with a model."""
-
-    def __init__(self, root: Path, **settings: Any) -> None:
-        self.files = FileStore(root, ServiceConfig(**settings))
-        make_spool(self.files.uploads)
-        self.store = BatchStore(self.files, 3)
-        self.model = Model()
-        limits = Limits(requests=100, line_bytes=1000)
-        self.means = Means(self.files, self.model.answer, lambda: True, asyncio.Semaphore(2), limits, ("tiny", "alias"))
-
-    def create(self, num_requests: int = 6, **fields: Any) -> BatchFolder:
-        path = self.files.root / "in"
-        lines = [
-            {"custom_id": f"{i}", "method": "POST", "url": URL, "body": {"prompt": f"{i}"}} for i in range(num_requests)
-        ]
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        file = self.files.add(OWNER, path, filename="in", purpose="batch")
-        given = {
-            "model": "tiny",
-            "created": time.time(),
-            "expires_at": 2**40,
-            "metadata": None,
-            "output_expires_after_s": 3600,
-        } | fields
-        batch = Batch(id=new_id(), endpoint=URL, input_file_id=file.id, completion_window="24h", **given)
-        return self.store.create(OWNER, batch)
-
-    async def run(self, folder: BatchFolder) -> Batch:
-        """Run a batch as a new process does."""
-        lock = folder.lock()
-        assert lock is not None
-        try:
-            batch = folder.read()
-            assert batch is not None
-            await BatchRun(folder, batch, self.means).run()
-        finally:
-            lock.close()
-        ended = folder.read()
-        assert ended is not None
-        return ended
-
-    def lines(self, file_id: str | None) -> list[dict[str, Any]]:
-        if file_id is None:
-            return []
-        path = self.files.content(self.files.get(OWNER, file_id), OWNER)
-        return [json.loads(line) for line in path.read_text().splitlines()]
+from service.batches.run import BatchRun
+from service.batches.store import BatchFolder
+from service.files.store import FileStore, replace_file
+from tests.service.batch_place import OWNER, Place
 
 
 @pytest.fixture
@@ -232,10 +160,11 @@ async def test_the_oldest_batches_that_have_ended_make_room(place: Place) -> Non
 
 
 async def test_outputs_of_batches_count_toward_the_quota_of_the_key(tmp_path: Path) -> None:
-    """The batch that reaches the quota fails, and keeps its answers. So does each later one."""
+    """The batch that reaches the quota fails, and keeps its answers. A later one answers nothing."""
     quota = 12_000
     place = Place(tmp_path / "files", max_file_bytes_per_key=quota)
     folders = [place.create(30), place.create(30)]
+    late = place.create(1)
     batches = [await place.run(folder) for folder in folders]
     assert [batch.status for batch in batches] == ["completed", "failed"]
     assert 0 < batches[1].completed < 30
@@ -243,6 +172,12 @@ async def test_outputs_of_batches_count_toward_the_quota_of_the_key(tmp_path: Pa
     assert [mistake["code"] for mistake in batches[1].mistakes] == ["quota_exceeded"]
     assert f"the limit is {quota} (--max-file-bytes-per-key)" in batches[1].mistakes[0]["message"]
     assert quota - 300 < place.files.used(OWNER).num_bytes <= quota
+    (place.files.root / OWNER / "files" / f"file-{0:024x}").write_bytes(
+        bytes(quota - place.files.used(OWNER).num_bytes)
+    )
+    place.model.asked.clear()
+    assert (await place.run(late)).status == "failed"
+    assert place.model.asked == []
     assert place.means.slots._value == 2
 
 
@@ -401,136 +336,3 @@ async def test_the_first_of_cancellation_and_expiry_counts(
         folder.cancel()
     batch = await place.run(folder)
     assert (batch.status, batch.failed, place.model.asked) == (outcome, 6, [])
-
-
-async def until_ended(folder: BatchFolder) -> Batch:
-    async with asyncio.timeout(30):
-        while (batch := folder.read()) is None or not batch.has_ended:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-    return batch
-
-
-@pytest.mark.parametrize("is_cancelled", [False, True])
-async def test_a_batch_that_waits_ends_when_it_expires_or_is_cancelled(place: Place, is_cancelled: bool) -> None:
-    gate = asyncio.Event()
-
-    async def waiting(_: str) -> int:
-        await gate.wait()
-        return 200
-
-    place.model.before = waiting
-    batches = Batches(place.store, place.means)
-    async with batches.running(3600):
-        first = place.create()
-        batches.start(OWNER, stored(first))
-        while not place.model.asked:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        second = place.create(expires_at=2**40 if is_cancelled else int(time.time()) + 1)
-        batches.start(OWNER, stored(second))
-        if is_cancelled:
-            second.cancel()
-            batches.cancel(OWNER, stored(second))
-        ended = await until_ended(second)
-        assert (ended.status, ended.failed) == ("cancelled" if is_cancelled else "expired", 6)
-        assert time.time() - ended.expires_at < 2
-        assert stored(first).status == "in_progress"
-        gate.set()
-        assert (await until_ended(first)).completed == 6
-
-
-def stored(folder: BatchFolder) -> Batch:
-    batch = folder.read()
-    assert batch is not None
-    return batch
-
-
-async def test_one_batch_of_a_key_runs_at_a_time_in_all_processes(place: Place) -> None:
-    """Another process does not begin a second batch, but does so when the first has ended."""
-    gate = asyncio.Event()
-
-    async def waiting(_: str) -> int:
-        await gate.wait()
-        return 200
-
-    place.model.before = waiting
-    folders = [place.create(1), place.create(1)]
-    mine, other = Batches(place.store, place.means), Batches(place.store, place.means)
-    async with mine.running(3600), other.running(0.01):
-        while not place.model.asked:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.1)
-        assert sorted(stored(folder).status for folder in folders) == ["in_progress", "validating"]
-        gate.set()
-        assert [(await until_ended(folder)).completed for folder in folders] == [1, 1]
-
-
-async def test_a_service_leaves_batches_of_another_model_alone_until_they_are_over(place: Place) -> None:
-    folders = [place.create(1, model=name) for name in ("other", "alias")]
-    batches = Batches(place.store, place.means)
-    async with batches.running(0.01):
-        assert (await until_ended(folders[1])).completed == 1
-        await asyncio.sleep(0.1)
-        assert stored(folders[0]).status == "validating"
-        folders[0].cancel()
-        assert (await until_ended(folders[0])).status == "cancelled"
-    assert len(place.model.asked) == 1
-
-
-async def test_expired_files_and_leftovers_of_kills_are_removed_without_a_request(place: Place) -> None:
-    folder = place.create(1)
-    description = place.files.root / OWNER / "files" / "file-x.json"
-    leftovers = [path.with_name(f".{path.name}.12ab34cd") for path in (description, folder.path / "batch.json")]
-    for path in leftovers:
-        path.touch()
-    place.files.clean()
-    assert all(path.exists() for path in leftovers)  # a live process may be about to rename them
-    for path in leftovers:
-        os.utime(path, (0, 0))
-    ids = []
-    for owner, expires_after_s in ((OWNER, -1), ("ab" * 32, -1), ("ab" * 32, 3600)):
-        path = place.files.root / "new"
-        path.write_text("x")
-        given = {"filename": "x", "purpose": "user_data", "expires_after_s": expires_after_s}
-        ids.append((owner, place.files.add(owner, path, **given).id))
-    contents = [place.files.root / owner / "files" / name for owner, name in ids]
-    async with Batches(place.store, replace(place.means, model_names=())).running(0.01), asyncio.timeout(30):
-        while any(path.exists() for path in [*contents[:2], *leftovers]):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-    left = [path.name for path in place.files.root.glob("*/files/*") if path.name.startswith(tuple(n for _, n in ids))]
-    assert sorted(left) == [ids[2][1], f"{ids[2][1]}.json"]
-
-
-def test_a_file_whose_description_is_damaged_is_passed_over_and_kept(
-    place: Place, caplog: pytest.LogCaptureFixture
-) -> None:
-    content = place.files.content(place.files.get(OWNER, stored(place.create(1)).input_file_id), OWNER)
-    description = content.with_name(f"{content.name}.json")
-    description.write_bytes(b"")
-    os.utime(description, (0, 0))
-    assert place.files.files(OWNER) == []
-    place.files.clean()
-    assert content.exists()
-    assert str(description) in caplog.text
-
-
-def test_an_upload_in_progress_is_counted_while_another_thread_adds_a_file(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The event loop counts bytes, so it must not wait until descriptions have been read."""
-    reading, counted = threading.Event(), threading.Event()
-
-    def slow(self: FileStore, owner: str) -> Used:
-        reading.set()
-        assert counted.wait(30)
-        return Used(0, 0)
-
-    monkeypatch.setattr(FileStore, "require_room", slow)
-    path = place.files.root / "new"
-    path.write_text("x")
-    with ThreadPoolExecutor() as threads:
-        adding = threads.submit(place.files.add, OWNER, path, filename="x", purpose="user_data")
-        assert reading.wait(30)
-        with place.files.receiving(OWNER, Used(0, 0)) as spend:
-            spend(1)
-        counted.set()
-        assert adding.result().bytes == 1
