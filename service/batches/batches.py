@@ -79,7 +79,7 @@ class Batches:
         """End a batch that has been cancelled, even if it waits for other batches."""
         key = (owner, f"{batch.id} now")
         if key not in self._tasks:
-            self._create_task(key, self._run(owner, batch.id, is_turn=False))
+            self._create_task(key, self._run(owner, batch, is_turn=False))
 
     def _create_task(self, key: tuple[str, str], work: Coroutine[Any, Any, None]) -> None:
         async def logging_errors() -> None:
@@ -90,41 +90,42 @@ class Batches:
         task.add_done_callback(lambda _: self._tasks.pop(key, None))
 
     async def _run_in_turn(self, owner: str, batch: Batch) -> None:
+        if batch.model not in self._means.model_names:
+            _log.debug("the batch %s waits for a service with the model %s", batch.id, batch.model)
+            await self._run(owner, batch, is_turn=False)
+            return
         turn = self._turns.setdefault(owner, asyncio.Lock())
         try:
             async with asyncio.timeout(max(0, batch.expires_at - time.time()) + _LATE_S):
                 await turn.acquire()
         except TimeoutError:
-            await self._run(owner, batch.id, is_turn=False)
+            await self._run(owner, batch, is_turn=False)
             return
         try:
             lock = await in_thread(lambda: self.store.lock(owner))
             try:
-                await self._run(owner, batch.id, is_turn=lock is not None)
+                await self._run(owner, batch, is_turn=lock is not None)
             finally:
                 if lock is not None:
                     lock.close()
         finally:
             turn.release()
 
-    async def _run(self, owner: str, batch_id: str, *, is_turn: bool) -> None:
-        """Run a batch. Without `is_turn`, another batch of the key may be running: only end it if it is over."""
-        folder = self.store.folder(owner, batch_id)
+    async def _run(self, owner: str, batch: Batch, *, is_turn: bool) -> None:
+        """Run a batch. Without `is_turn`, another process or task may run it: only end it if it is over."""
+        folder = self.store.folder(owner, batch.id)
+        if not is_turn and await in_thread(lambda: folder.ending(batch)) is None:
+            return  # before the lock, because another process could try to lock the batch at the same time
         lock = await in_thread(folder.lock)
         if lock is None:
             return
         try:
-            batch = await in_thread(folder.read)
-            if batch is None or batch.has_ended:
+            stored = await in_thread(folder.read)
+            if stored is None or stored.has_ended:
                 return
-            is_ours = batch.model in self._means.model_names
-            if not (is_turn and is_ours) and await in_thread(lambda: folder.ending(batch)) is None:
-                if not is_ours:
-                    _log.info("the batch %s waits for a service with the model %s", batch_id, batch.model)
-                return
-            _log.info("the batch %s is %s", batch_id, batch.status)
-            await BatchRun(folder, batch, self._means).run()
-            counts = batch.total, batch.completed, batch.failed
-            _log.info("the batch %s is %s: %d requests, %d completed, %d failed", batch_id, batch.status, *counts)
+            _log.info("the batch %s is %s", stored.id, stored.status)
+            await BatchRun(folder, stored, self._means).run()
+            counts = stored.total, stored.completed, stored.failed
+            _log.info("the batch %s is %s: %d requests, %d completed, %d failed", stored.id, stored.status, *counts)
         finally:
             lock.close()
