@@ -117,6 +117,6 @@ def test_a_killed_service_leaves_what_the_next_start_removes(settings: dict[str,
     with running_service(given, tmp_path / "log") as service, uploading(service, 2 * MiB):
         service.process.kill()
         service.process.wait(60)
-    assert len([*(tmp_path / "spool").glob("*/audio/upload")]) == 1
+    assert len([*(tmp_path / "spool").glob("*/audio/.upload-*")]) == 1
     with running_service(given, tmp_path / "log"):
         assert list((tmp_path / "spool").iterdir()) == []
