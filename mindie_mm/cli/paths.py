@@ -10,7 +10,7 @@ import click
 
 from mindie_mm.errors import InputError
 from mindie_mm.settings.environment import text_of
-from mindie_mm.settings.paths import is_file_url, is_url, shown_url
+from mindie_mm.settings.paths import FILE_URL, is_url, shown_url
 
 _URLS = ("http://", "https://")
 
@@ -27,7 +27,7 @@ class _Path(click.Path):
             self.fail("the value is empty. Leave the option out, or give a path", param, ctx)
         if isinstance(value, str) and is_url(value):
             self.fail(f"{shown_url(value)!r} is a URL; give the path of a local file or folder", param, ctx)
-        if is_file_url(value):
+        if isinstance(value, str) and FILE_URL.match(value):
             self.fail(f"{value!r} is a URL; give the path without file://", param, ctx)
         return super().convert(value, param, ctx)
 

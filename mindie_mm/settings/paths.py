@@ -14,6 +14,8 @@ from mindie_mm.errors import InputError
 
 _MAX_SHOWN = 200
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,63})://")
+FILE_URL = re.compile("file://", re.IGNORECASE)
+"""The beginning of the URL of a local file, such as file:///data/a.jsonl."""
 _BROKEN_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(:/|::)")
 """A URL that lost a slash in `pathlib.Path`, or a chain of URLs. A local path can begin with ./ instead."""
 _SECRET = re.compile(r"//[^/@]*:[^/@]*@|\bhttps?://([^/@]*@|[^?]*\?)", re.IGNORECASE)
@@ -23,11 +25,6 @@ _SECRET = re.compile(r"//[^/@]*:[^/@]*@|\bhttps?://([^/@]*@|[^?]*\?)", re.IGNORE
 def is_url(text: str) -> bool:
     """Return whether a text is the URL of a file that is not local, such as s3://bucket/a.jsonl."""
     return (match := _URL.match(text)) is not None and match[1].lower() != "file"
-
-
-def is_file_url(text: object) -> bool:
-    """Return whether a value is the URL of a local file, such as file:///data/a.jsonl."""
-    return isinstance(text, str) and text[: len("file://")].lower() == "file://"
 
 
 def require_url(name: str, url: str) -> str:
@@ -52,8 +49,8 @@ def require_no_broken_url(name: str, given: object) -> None:
 
     `require_path` refuses a `file:` URL.
     """
-    if _BROKEN_URL.match(str(given)) and not is_file_url(given):
-        shown = shown_url(str(given))
+    if _BROKEN_URL.match(text := str(given)) and not FILE_URL.match(text):
+        shown = shown_url(text)
         raise InputError(
             f"{name} is {shown}, which looks like a URL but is not one. Give a URL as a string with // in it, and a "
             f"path as ./{shown}"
@@ -76,7 +73,7 @@ def working_directory() -> str:
 
 def require_path(value: str | os.PathLike[str]) -> Path:
     """Return `value` as a path. Raise InputError if no file can have this path, or the value has another type."""
-    if is_file_url(value):
+    if isinstance(value, str) and FILE_URL.match(value):
         raise InputError(f"the path is {ascii(value)[:_MAX_SHOWN]}, a URL. Give the path without file://")
     try:
         path = Path(value)

@@ -32,6 +32,7 @@ from safetensors.torch import load_file, save, save_file
 from transformers.video_utils import VideoMetadata
 
 from mindie_mm.batch.output.collate import collate
+from mindie_mm.batch.output.sample import Sample
 from mindie_mm.device import kind_of
 from mindie_mm.device.cpu import CPU
 from mindie_mm.device.cpu.cpu_quantized import CPUQuantizedLinear
@@ -233,17 +234,16 @@ def items_of(prompt: Prompt) -> list[list[int]]:
     return [prompt.plain_ids[span.start - span.lead : span.stop + span.tail].tolist() for span in prompt.spans]
 
 
-@dataclass(frozen=True)
-class Unpacked:
-    """The part of a sample that `collate` reads, from a tokenized prompt."""
+@dataclass(frozen=True, slots=True)
+class Unpacked(Sample):
+    """A sample from a tokenized prompt, without a run."""
 
-    ids: np.ndarray
-    items: Sequence[MediaItem]
+    items: Sequence[MediaItem] = ()
 
     @classmethod
     def of(cls, model: Model, ids: torch.Tensor) -> Unpacked:
         media = model.read(ids.numpy())
-        return cls(plain_ids(ids.numpy(), media), media)
+        return cls(0, "0", plain_ids(ids.numpy(), media), (), (), items=media)
 
     def usable(self) -> tuple[np.ndarray, Sequence[MediaItem]]:
         return self.ids, self.items

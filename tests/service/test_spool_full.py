@@ -25,7 +25,7 @@ from mindie_mm.settings.config import ServiceConfig
 from mindie_mm.shm import Arena, ArraySpec, attach, collect, request_directory
 from service.request import quota as spending
 from service.request.media import MediaPolicy
-from service.request.prompts import _directory
+from service.request.prompts import spool_directory
 from service.request.quota import SpoolProbe, room_to_spool
 from tests.service.conftest import SETTINGS, TINY
 from tests.warm import running_service
@@ -187,7 +187,7 @@ def test_a_read_only_file_system_fails_media_requests_until_it_is_writable(
 def test_a_folder_that_cannot_be_removed_fails_no_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The memory is freed immediately. The next reclaim removes the folder."""
     with Arena.create(2**16) as arena:
-        with _directory(tmp_path / "spool") as directory:
+        with spool_directory(tmp_path / "spool") as directory:
             bind = ("mount", "--bind", str(directory.path), str(directory.path))  # makes the folder busy
             if subprocess.run(bind, capture_output=True, check=False).returncode:
                 pytest.skip("this user may mount nothing")
