@@ -171,14 +171,16 @@ build/stores/installed: .venv/installed
 test-stores: build/stores/installed
 	PYTHONPATH=build/stores $(BIN)/python -m pytest -m '' tests/batch/test_remote*.py
 
-# Steps of TRL's trainer on batches of a run. --no-deps, because .venv has the other packages that TRL requires.
+# Steps of TRL's trainer on batches of a run, and runs read by datasets. --no-deps, because .venv has the other packages
+# that TRL requires.
 build/trl/installed: .venv/installed
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --target $(@D) --no-deps \
 	  trl==1.16.0 datasets==5.2.0 dill==0.4.1 multiprocess==0.70.19
 	touch $@
 
 test-trl: build/trl/installed
-	PYTHONPATH=build/trl $(BIN)/python -m pytest -m '' tests/models/test_training.py
+	PYTHONPATH=build/trl $(BIN)/python -m pytest -m '' \
+	  tests/models/test_training.py tests/batch/test_shard_files.py tests/batch/test_python_calls.py
 
 # The contract of every family, engine, service and faults on an NVIDIA GPU, where there is one. In one process: an engine
 # takes a share of what is free.
