@@ -66,7 +66,7 @@ def chat_streamed() -> None:
     pieces: list[str] = []
     (reply,) = _generator(streaming_callback=lambda chunk: pieces.append(chunk.content)).run(MESSAGES)["replies"]
     assert "".join(pieces) == reply.text == HELLO_BACK
-    assert len(pieces) > 3
+    assert len(pieces) > 1
 
 
 async def chat_async() -> None:

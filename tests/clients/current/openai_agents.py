@@ -73,7 +73,7 @@ async def chat_streamed() -> None:
         if event.type == "raw_response_event" and isinstance(event.data, ResponseTextDeltaEvent)
     ]
     assert "".join(pieces) == result.final_output == HELLO_BACK
-    assert len(pieces) > 3
+    assert len(pieces) > 1
 
 
 async def picture() -> None:

@@ -53,7 +53,7 @@ async def chat_streamed() -> None:
     async with _agent().run_stream(HELLO) as result:
         pieces = [text async for text in result.stream_text(delta=True, debounce_by=None)]
     assert "".join(pieces) == HELLO_BACK
-    assert len(pieces) > 3
+    assert len(pieces) > 1
 
 
 async def picture() -> None:

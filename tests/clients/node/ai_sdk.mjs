@@ -42,7 +42,7 @@ await scenario("chat_streamed", async () => {
   const pieces = [];
   for await (const piece of result.textStream) pieces.push(piece);
   assert.equal(pieces.join(""), HELLO_BACK);
-  assert(pieces.length > 3);
+  assert(pieces.length > 1);
   assert((await result.usage).outputTokens > 0);
 });
 
