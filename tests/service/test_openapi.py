@@ -243,6 +243,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "function_call": {"functions": [{"name": "f"}]},
     "stream_options": {"stream": True},
     "top_logprobs": {"logprobs": True},
+    "length_penalty": {"use_beam_search": True, "n": 2},
 }
 """Further fields that a request must have, by the name of the field that requires them."""
 INSTEAD = {"max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens", "prompt": "messages"}
