@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from mindie_mm.batch.output.disk_writer import write_all
+from mindie_mm.processes.writing import write_all
 
 _PREFIX = "batch_req_"
 

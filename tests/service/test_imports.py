@@ -7,7 +7,7 @@ only a child process.
 import subprocess
 import sys
 
-HEAVY = {"torch", "transformers", "av", "PIL", "soxr", "simplejpeg"}
+HEAVY = {"torch", "transformers", "av", "PIL", "soxr", "simplejpeg", "pyarrow"}
 
 
 def test_the_service_loads_nothing_heavy() -> None:

@@ -21,10 +21,11 @@ from xxhash import xxh3_128, xxh3_128_digest, xxh3_128_hexdigest
 from mindie_mm.batch.input.files import sync_folder
 from mindie_mm.batch.input.remote import RemoteFile
 from mindie_mm.batch.input.source import NOT_JSON
-from mindie_mm.batch.output.disk_writer import DiskWriter, StoredArray, WriteBatch, WriteBatchMemory, write_all
+from mindie_mm.batch.output.disk_writer import DiskWriter, StoredArray, WriteBatch, WriteBatchMemory
 from mindie_mm.batch.output.journal import Journal
 from mindie_mm.batch.output.shard_row import ShardRow
 from mindie_mm.errors import CorruptReference, LimitExceeded, StorageError, os_errors_as
+from mindie_mm.processes.writing import write_all
 from mindie_mm.shm import ArraySpec
 
 BLOCK_BYTES = 4096

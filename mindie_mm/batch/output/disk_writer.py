@@ -22,6 +22,7 @@ import msgspec
 from xxhash import xxh3_128_digest
 
 from mindie_mm.errors import LimitExceeded, os_errors_as
+from mindie_mm.processes.writing import write_all
 
 WRITE_BATCH_BYTES = 16 * 2**20
 """Size of a batch's memory in bytes. Two batches are used alternately. A larger block gets its own batch."""
@@ -161,10 +162,3 @@ class DiskWriter:
                 return False
             raise
         return True
-
-
-def write_all(descriptor: int, data: memoryview, offset: int) -> None:
-    """Write all bytes of `data` at the file offset `offset`. Raise OSError if a write fails."""
-    while data:
-        written = os.pwrite(descriptor, data, offset)
-        data, offset = data[written:], offset + written

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from mindie_mm.batch.output.disk_writer import write_all
 from mindie_mm.batch.output.shard_row import ShardRow, decode_hook, encode_hook
 from mindie_mm.errors import StorageError, os_errors_as
+from mindie_mm.processes.writing import write_all
 from mindie_mm.shm.liveness_lock import LivenessLock, is_same
 
 _encoder = msgspec.json.Encoder(enc_hook=encode_hook)
