@@ -91,7 +91,7 @@ def eight_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def s3_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Return a real S3 server, whose address is in the environment. It has an empty bucket named bucket."""
     pytest.importorskip("s3fs")
-    server = pytest.importorskip("moto.server").ThreadedMotoServer(port=0)
+    server = pytest.importorskip("moto.server").ThreadedMotoServer("127.0.0.1", port=0)
     server.start()
     host, port = server.get_host_and_port()
     address = f"http://{host}:{port}"

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import fsspec
 import msgspec
@@ -486,7 +487,7 @@ class S3:
 
     def __init__(self, folder: Path, server: Callable[..., Any], lines: Path, gate: Path) -> None:
         self._new_server = server
-        self.server = server(port=0)
+        self.server = server("127.0.0.1", port=0)
         self.server.start()
         self.host, self.port = self.server.get_host_and_port()
         self.folder, self.lines, self.gate = folder, lines, gate
@@ -521,7 +522,7 @@ class S3:
         self.server.stop()
 
     def start_server(self) -> None:
-        self.server = self._new_server(port=self.port)
+        self.server = self._new_server("127.0.0.1", port=self.port)
         self.server.start()
 
     def files(self) -> dict[str, int]:
@@ -549,6 +550,7 @@ def s3(few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S
         "AWS_DEFAULT_REGION": "us-east-1",
     }.items():
         monkeypatch.setenv(name, value)
+    urlopen(f"http://{s3.host}:{s3.port}/moto-api/reset", data=b"").close()  # the servers of a process share buckets
     fsspec.filesystem("s3").mkdir("bucket")
     yield s3
     fsspec.filesystem("s3").rm("bucket", recursive=True)
