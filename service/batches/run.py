@@ -32,8 +32,9 @@ _WHY = {
     "expired": ("batch_expired", "this request was not answered before the completion window ended"),
     "cancelled": ("batch_cancelled", "the batch was cancelled before this request was answered"),
 }
-
+"""Code and message for the requests of a batch that have no answer, by the outcome of the batch."""
 _NO_ROOM = "quota_exceeded"
+"""Code of a batch that ended because the files of its key reached their limit."""
 
 Answer = Callable[[str, bytes, str], Awaitable[tuple[int, str, bytes]]]
 """Function that answers a request: endpoint, body and owner to status, request id and body."""

@@ -21,16 +21,18 @@ from typing import Literal
 import msgspec
 
 from mindie_mm.errors import LimitExceeded, NotStored
+from mindie_mm.processes.writing import sync
 from mindie_mm.shm import request_directory
 from mindie_mm.shm.liveness_lock import LivenessLock
 from service.batches.record import Batch
-from service.files.store import FileStore, replace_file, sync
+from service.files.store import FileStore, replace_file
 
 _log = logging.getLogger(__name__)
 
 _BATCH_ID = re.compile(r"batch_[0-9a-f]{24}", re.ASCII)
 _DESCRIPTION = "batch.json"
 _CREATING_S = 60.0
+"""Age in seconds at which a marker without a batch is no longer being created, but was left by a dead process."""
 _MAX_SHOWN = 80
 
 

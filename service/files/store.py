@@ -13,7 +13,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from typing_extensions import TypedDict
 
 from mindie_mm.errors import LimitExceeded, NotStored
 from mindie_mm.processes import faults
+from mindie_mm.processes.writing import sync
 from mindie_mm.settings.config import ServiceConfig
 
 _log = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ BATCH_FILES_S = 30 * DAY_S
 """Time in seconds after which files of batches are removed, as in OpenAI's API."""
 _FILE_ID = re.compile(r"file-[0-9a-f]{24}", re.ASCII)
 _MOVING_S = 60.0
+"""Age in seconds at which a file without its counterpart is no longer being moved, but was left by a dead process."""
 EVERYBODY = "all"
 """Name of the folder of all clients of a service without keys."""
 _MAX_SHOWN = 80
@@ -217,11 +219,14 @@ class FileStore:
             filename=filename,
             purpose=purpose,
         )
+        with suppress(FileNotFoundError):
+            sync(path)
         replace_file(_description(content), msgspec.json.encode(stored))
         if purpose == "batch_output":
             faults.point("batch-described")
         with suppress(FileNotFoundError):
             path.rename(content)
+        sync(content.parent)
         return stored
 
     def get(self, owner: str, file_id: str) -> StoredFile:
@@ -281,7 +286,7 @@ class FileStore:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a small file, so that readers see its earlier content or `content`, even after a failure of the power."""
+    """Replace the content of a small file. Readers see the old or the new content, also after a power failure."""
     new = path.with_name(f".{path.name}.{token_hex(4)}")
     try:
         new.write_bytes(content)
@@ -291,25 +296,6 @@ def replace_file(path: Path, content: bytes) -> None:
         new.unlink(missing_ok=True)
         raise
     sync(path.parent)
-
-
-def sync(path: Path) -> None:
-    """Wait until the content of a file, or the names in a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def page_of(ids: Mapping[str, int], after: str | None, limit: int) -> tuple[int, int]:
-    """Return the range of a page, for ids with their positions. Raise NotStored if `after` is unknown."""
-    if after is None:
-        return 0, min(limit, len(ids))
-    if after not in ids:
-        raise NotStored(f"after is {after[:_MAX_SHOWN]!r}, which is not in the list", param="after")
-    start = ids[after] + 1
-    return start, min(start + limit, len(ids))
 
 
 def _description(content: Path) -> Path:

@@ -11,15 +11,15 @@ from fastapi import APIRouter, Query
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 from starlette.responses import Response
-from typing_extensions import TypedDict
 
 from mindie_mm.errors import InputError, blaming
 from mindie_mm.processes.tasks import in_thread
 from service.batches.record import Batch, BatchObject, Endpoint
 from service.batches.store import new_id
-from service.files.store import BATCH_FILES_S, page_of
+from service.files.store import BATCH_FILES_S
 from service.http.json_response import JSONResponse
 from service.request.incoming import IncomingDep
+from service.request.paging import Page, page_of
 from service.schemas.body import WHOLE, Fields, pass_over_fields
 from service.schemas.description import answered
 
@@ -65,16 +65,6 @@ class BatchBody(Fields):
     output_expires_after: OutputExpiry | None = None
 
 
-class BatchList(TypedDict):
-    """The response of GET /v1/batches."""
-
-    object: Literal["list"]
-    data: list[BatchObject]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-
-
 @router.post("/v1/batches", responses=answered(BatchObject))
 async def create(body: BatchBody, incoming: IncomingDep) -> Response:
     """Run the requests of a file below all other requests. The answers are in files when the batch has ended."""
@@ -114,24 +104,14 @@ def _window_s(window: str) -> int:
     return window_s
 
 
-@router.get("/v1/batches", responses=answered(BatchList))
+@router.get("/v1/batches", responses=answered(Page[BatchObject]))
 async def batches(
     incoming: IncomingDep, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
 ) -> Response:
     """Return the batches of the API key, page by page. The newest come first."""
     store, owner = incoming.service.batches.store, incoming.file_owner
     found = (await in_thread(lambda: store.batches(owner)))[::-1]
-    start, stop = page_of({batch.id: index for index, batch in enumerate(found)}, after, limit)
-    page = [batch.described() for batch in found[start:stop]]
-    return JSONResponse(
-        BatchList(
-            object="list",
-            data=page,
-            first_id=page[0]["id"] if page else None,
-            last_id=page[-1]["id"] if page else None,
-            has_more=stop < len(found),
-        )
-    )
+    return JSONResponse(page_of([batch.described() for batch in found], after, limit))
 
 
 @router.get("/v1/batches/{batch_id}", responses=answered(BatchObject))

@@ -11,9 +11,10 @@ from typing_extensions import TypedDict
 from mindie_mm.errors import InputError
 from mindie_mm.processes.tasks import in_thread
 from mindie_mm.shm import request_directory
-from service.files.store import BATCH_FILES_S, FileObject, page_of
+from service.files.store import BATCH_FILES_S, FileObject
 from service.http.json_response import JSONResponse
 from service.request.incoming import IncomingDep
+from service.request.paging import Page, page_of
 from service.request.quota import room_to_spool
 from service.request.upload import Upload, receive_upload
 from service.schemas.description import answered
@@ -47,16 +48,6 @@ _FORM: dict[str, Any] = {
         },
     }
 }
-
-
-class FileList(TypedDict):
-    """The response of GET /v1/files."""
-
-    object: Literal["list"]
-    data: list[FileObject]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 class DeletedFile(TypedDict):
@@ -117,7 +108,7 @@ def _expires_after(received: Upload, purpose: str) -> int | None:
     return int(seconds)
 
 
-@router.get("/v1/files", responses=answered(FileList))
+@router.get("/v1/files", responses=answered(Page[FileObject]))
 async def files(
     incoming: IncomingDep,
     after: str | None = None,
@@ -131,17 +122,7 @@ async def files(
     listed = [stored.described() for stored in found if purpose in (None, stored.purpose)]
     if order == "desc":
         listed.reverse()
-    start, stop = page_of({stored["id"]: index for index, stored in enumerate(listed)}, after, limit)
-    page = listed[start:stop]
-    return JSONResponse(
-        FileList(
-            object="list",
-            data=page,
-            first_id=page[0]["id"] if page else None,
-            last_id=page[-1]["id"] if page else None,
-            has_more=stop < len(listed),
-        )
-    )
+    return JSONResponse(page_of(listed, after, limit))
 
 
 @router.get("/v1/files/{file_id}", responses=answered(FileObject))

@@ -18,6 +18,7 @@ from service.http.errors import error_object
 from service.http.json_response import JSONResponse
 from service.request.admitted import SendEvent
 from service.request.incoming import IncomingDep, Responder
+from service.request.paging import Page, page_of
 from service.request.translated import Translated
 from service.responses.answer import ResponseEvent, ResponseEvents, ResponseObject, begun
 from service.responses.body import CustomTool, ResponsesBody
@@ -37,16 +38,6 @@ class DeletedResponse(TypedDict):
     id: str
     object: Literal["response"]
     deleted: bool
-
-
-class ItemList(TypedDict):
-    """The response of GET /v1/responses/{id}/input_items."""
-
-    object: Literal["list"]
-    data: list[dict[str, Any]]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 @router.post("/v1/responses", responses=streamed(ResponseEvent, whole=ResponseObject))
@@ -157,7 +148,7 @@ async def cancel(response_id: str, incoming: IncomingDep) -> Response:
     )
 
 
-@router.get("/v1/responses/{response_id}/input_items", responses=answered(ItemList))
+@router.get("/v1/responses/{response_id}/input_items", responses=answered(Page[dict[str, Any]]))
 async def input_items(
     response_id: str,
     incoming: IncomingDep,
@@ -172,17 +163,4 @@ async def input_items(
     items = [*earlier, *stored.input_items()]
     if order == "desc":
         items.reverse()
-    ids = [item["id"] for item in items]
-    if after is not None and after not in ids:
-        raise InputError(f"after is {after[:80]!r}, which is not the id of an item of the response", param="after")
-    start = 0 if after is None else ids.index(after) + 1
-    page = items[start : start + limit]
-    return JSONResponse(
-        ItemList(
-            object="list",
-            data=page,
-            first_id=page[0]["id"] if page else None,
-            last_id=page[-1]["id"] if page else None,
-            has_more=start + limit < len(items),
-        )
-    )
+    return JSONResponse(page_of(items, after, limit))

@@ -89,7 +89,7 @@ def test_lists_have_pages(clients: list[openai.OpenAI]) -> None:
     assert [file.id for file in files.list(purpose="batch")] == [made[2], made[0]]
     page = files.list(after=made[2], limit=1)
     assert ([file.id for file in page.data], page.has_more) == ([made[1]], True)
-    with pytest.raises(openai.NotFoundError, match="not in the list"):
+    with pytest.raises(openai.BadRequestError, match="not in the list"):
         files.list(after="file-0")
 
 
@@ -100,7 +100,7 @@ def test_a_file_belongs_to_its_key(clients: list[openai.OpenAI]) -> None:
     for call in (second.files.retrieve, second.files.content, second.files.delete):
         with pytest.raises(openai.NotFoundError):
             call(file.id)
-    with pytest.raises(openai.NotFoundError):
+    with pytest.raises(openai.BadRequestError):
         second.files.list(after=file.id)
     assert first.files.content(file.id).content == b"secret"
 

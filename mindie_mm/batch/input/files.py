@@ -14,6 +14,7 @@ from blake3 import blake3
 
 from mindie_mm.errors import InputError, StorageError, os_errors_as
 from mindie_mm.processes import faults
+from mindie_mm.processes.writing import sync
 from mindie_mm.shm.liveness_lock import NO_LOCKS
 
 _log = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ def replacing(path: Path, writer: str = "") -> Iterator[Path]:
     try:
         with os_errors_as(StorageError, f"{path} cannot be written"):
             yield unfinished
-            _sync(unfinished)
+            sync(unfinished)
             faults.point(f"written {path.name}")
             unfinished.rename(path)
             sync_folder(path.parent)
@@ -110,14 +111,6 @@ def locked(descriptor: int, what: Path) -> bool:
     return True
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def file_digest(path: Path) -> str:
     """Return the first 128 bits of a file's BLAKE3 digest, in hexadecimal."""
     digest = blake3()
@@ -140,7 +133,7 @@ def sync_folder(folder: Path) -> None:
 
     """
     try:
-        _sync(folder)
+        sync(folder)
     except OSError as error:
         if error.errno != errno.EINVAL:  # CIFS and some FUSE file systems can only sync files
             raise
