@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request
 from starlette.responses import FileResponse, Response
@@ -17,7 +17,7 @@ from service.request.incoming import IncomingDep
 from service.request.paging import Page, page_of
 from service.request.quota import room_to_spool
 from service.request.upload import Upload, receive_upload
-from service.schemas.description import answered
+from service.schemas.description import answered, form
 
 router = APIRouter()
 
@@ -25,29 +25,15 @@ PURPOSES = ("batch", "user_data")
 MAX_PAGE = 10_000
 _MIN_EXPIRY_S, _MAX_EXPIRY_S = 3600, 30 * 24 * 3600
 _MAX_SHOWN = 40
-_FORM: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "multipart/form-data": {
-                "schema": {
-                    "type": "object",
-                    "properties": {
-                        "file": {"type": "string", "format": "binary"},
-                        "purpose": {"type": "string", "enum": [*PURPOSES]},
-                        "expires_after[anchor]": {"type": "string", "const": "created_at"},
-                        "expires_after[seconds]": {
-                            "type": "integer",
-                            "minimum": _MIN_EXPIRY_S,
-                            "maximum": _MAX_EXPIRY_S,
-                        },
-                    },
-                    "required": ["file", "purpose"],
-                }
-            }
-        },
-    }
-}
+_FORM = form(
+    {
+        "file": {"type": "string", "format": "binary"},
+        "purpose": {"type": "string", "enum": [*PURPOSES]},
+        "expires_after[anchor]": {"type": "string", "const": "created_at"},
+        "expires_after[seconds]": {"type": "integer", "minimum": _MIN_EXPIRY_S, "maximum": _MAX_EXPIRY_S},
+    },
+    ["file", "purpose"],
+)
 
 
 class DeletedFile(TypedDict):

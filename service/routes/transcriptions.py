@@ -18,19 +18,11 @@ from mindie_mm.errors import InputError, blaming
 from mindie_mm.nn.speech import SpeechTraits
 from mindie_mm.processes.tasks import gather, in_thread
 from mindie_mm.tokenize.clips import Clips, keep_rest
-from service.audio.answer import (
-    DELTA,
-    Heard,
-    Transcript,
-    TranscriptEvent,
-    VerboseTranscript,
-    answer,
-    heard,
-    no_speech_prob,
-)
+from service.audio.answer import DELTA, Transcript, TranscriptEvent, VerboseTranscript, answer
 from service.audio.answer import DONE as LAST
 from service.audio.body import Task, TranscriptionBody
 from service.audio.chat import chat_body, first_token_body, naming_fields
+from service.audio.heard import Heard, heard, no_speech_prob
 from service.audio.stream import ClipText, SpeechText
 from service.http.errors import error_object
 from service.request.admitted import DONE, EventStream, SendEvent, WholeAnswer
@@ -187,11 +179,14 @@ class _Speech:
         language, silence = await self._first_token(
             clips.file(folder, index) if len(clips.starts) > 1 else self.upload.path
         )
-        while len(found) < _MOST_PARTS:
+        while True:
             one = heard(await chat.answer(), self.traits, (start_s, stop_s), decode, ends)
             found.append(replace(one, language=language or one.language, no_speech_prob=silence))
             rest_s = found[-1].rest_s
             if rest_s is None or rest_s <= start_s or stop_s - rest_s < _LEAST_REST_S:
+                break
+            if len(found) == _MOST_PARTS:
+                found[-1] = replace(found[-1], is_cut_off=True)
                 break
             clip = clips.file(folder, index)
             await in_thread(partial(keep_rest, clip, rest_s - start_s))

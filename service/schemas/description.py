@@ -63,8 +63,13 @@ def form_of(body: type[BaseModel], file: str) -> dict[str, Any]:
     lists = {name for name, field in schema["properties"].items() if "array" in str(field)}
     properties = {f"{name}[]" if name in lists else name: field for name, field in schema["properties"].items()}
     properties["file"] = {"type": "string", "format": "binary", "description": file}
-    form = {"type": "object", "properties": properties, "required": ["file"]}
-    return {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": form}}}}
+    return form(properties, ["file"])
+
+
+def form(properties: dict[str, Any], required: list[str]) -> dict[str, Any]:
+    """Return the `openapi_extra` of a route that takes a form. `properties` are schemas by the names of the fields."""
+    schema = {"type": "object", "properties": properties, "required": required}
+    return {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": schema}}}}
 
 
 def describe(app: FastAPI, events: Sequence[type], *, keys: bool) -> None:

@@ -43,7 +43,7 @@ SLOW_SLICE = (
     "api.added-again",  # the engine continues an answer when the service dies
     "api.uploading",  # a file has been received, but not stored
     "api.batch-begun",  # no request of a batch has been answered
-    "api.batch-answered",  # a line has been written, but not counted
+    "api.batch-answered",  # a line has been written and counted, but the count has not been stored
     "api.batch-finalizing",  # all lines have been written
     "api.batch-described",  # the output has a description, but no content
     "api.batch-ended",  # the batch has ended, but its folder has not been cleaned

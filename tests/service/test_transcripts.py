@@ -16,7 +16,8 @@ from mindie_mm.nn.family import Plan
 from mindie_mm.nn.speech import SpeechTraits
 from mindie_mm.shm import ArraySpec
 from mindie_mm.tokenize.clips import Clips, keep_rest
-from service.audio.answer import answer, heard, joined
+from service.audio.answer import answer, joined
+from service.audio.heard import Heard, Stretch, heard
 from service.audio.stream import SpeechText
 from tests.models.test_qwen3_asr import TestQwen3ASR as Recognizer
 from tests.sound_samples import encode_sound, tone
@@ -50,6 +51,18 @@ def test_stretches_lie_between_time_stamps() -> None:
         (11.0, 13.0, "d"),
     ]
     assert {one.avg_logprob for one in found} == {-0.5}
+
+
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [
+        ("srt", "1\n00:00:01,000 --> 00:00:02,500\nA & <b> --> c\n\n"),
+        ("vtt", "WEBVTT\n\n00:00:01.000 --> 00:00:02.500\nA &amp; &lt;b&gt; --&gt; c\n\n"),
+    ],
+)
+def test_text_does_not_break_a_subtitle(form: Any, expected: str) -> None:
+    clip = Heard(0.0, 3.0, [Stretch(1.0, 2.5, " A & <b>\n\n--> c")], USAGE)
+    assert answer([clip], form, task="transcribe", language="", temperature=0.0, duration_s=3.0) == expected
 
 
 def test_an_answer_of_a_recognizer_states_its_language() -> None:
