@@ -81,7 +81,7 @@ class Connection(HttpToolsProtocol):
     - An Upgrade header is ignored (RFC 9110, 7.8).
     - A response of unknown length to an HTTP/1.0 client is not chunked. The end of the connection marks its end.
     - If a request is answered before its body is complete, only a little more of the body is read before the connection
-      is closed.
+      is closed. If the body is known to be longer, the response has the header `Connection: close`.
     - Near the limit of open files, a new connection gets status 503, and the log says which limit to raise.
     - `scope["state"]["unix_socket"]` tells whether the connection came through a Unix socket.
     - While a pipelined request waits for an earlier answer, uvicorn does not read. A disconnect is noticed only by
@@ -94,6 +94,10 @@ class Connection(HttpToolsProtocol):
     _in_body: bool = False
     """Whether a request's head is complete, but its body is not."""
     _num_body_bytes: int = 0
+    _num_announced_bytes: int = 0
+    """Content-Length of the request whose body arrives. 0 without this header."""
+    _closes_after_body: bool = False
+    """Whether the connection must be closed after the body that arrives, because its response said so."""
     _num_chunks: int = 0
     _reason: tuple[int, str] | None = None
     """Status and message of the refusal if one of the checks of this class fails."""
@@ -173,7 +177,10 @@ class Connection(HttpToolsProtocol):
         self._lines = None
         self._in_body = True
         self._num_body_bytes = self._num_chunks = 0
+        lengths = (int(value) for name, value in self.headers if name == b"content-length")
+        self._num_announced_bytes = next(lengths, 0)
         super().on_headers_complete()
+        self._linger_after_early_response(self.cycle)
         if self.scope["http_version"] != "1.1":
             _send_no_chunks(self.cycle)
 
@@ -199,6 +206,8 @@ class Connection(HttpToolsProtocol):
             return
         if self._in_answered_body:
             self._head_is_here()  # stop lingering, because the connection can be reused
+            if self._closes_after_body:
+                self.transport.close()
         self._lines = None
         self._in_body = False
         super().on_message_complete()
@@ -209,6 +218,8 @@ class Connection(HttpToolsProtocol):
             return
         if self._in_answered_body:
             self._unset_keepalive_if_required()
+            if self.cycle.scope["http_version"] != "1.1" and self.transport.can_write_eof():
+                self.transport.write_eof()  # it may mark the end of the response
             self._linger()
         elif self.cycle.response_complete and self._lines is not None:
             self._await_head()
@@ -305,6 +316,25 @@ class Connection(HttpToolsProtocol):
         if self.transport.can_write_eof():  # a TLS connection cannot be closed in one direction
             self.transport.write_eof()
         self._linger()
+
+    def _linger_after_early_response(self, cycle: RequestResponseCycle) -> None:
+        """Keep uvicorn from closing the connection while the body of an answered request arrives.
+
+        Unread bytes would reset the connection, and the client might lose the response.
+        """
+        send = cycle.send
+
+        async def sent(message: Any) -> None:
+            if self._in_body and self.cycle is cycle:
+                rest = self._num_announced_bytes - self._num_body_bytes
+                if message["type"] == "http.response.start" and rest > MAX_DROPPED_BYTES:
+                    message = message | {"headers": [*message.get("headers", ()), (b"connection", b"close")]}
+                elif message["type"] == "http.response.body" and not message.get("more_body", False):
+                    self._closes_after_body = not cycle.keep_alive
+                    cycle.keep_alive = True
+            await send(message)
+
+        cycle.send = sent  # type: ignore[method-assign]
 
     def _linger(self) -> None:
         self._num_dropped_bytes = 0

@@ -165,6 +165,46 @@ async def test_an_endless_body_after_its_answer_ends_the_connection(
     writer.close()
 
 
+@pytest.mark.parametrize(("further", "closes"), [(0, False), (1, True)])
+async def test_the_response_to_a_body_that_will_not_be_read_says_that_the_connection_ends(
+    address: tuple[str, int], further: int, closes: bool
+) -> None:
+    """A client that does not know it would send its next request on a connection that is about to be reset."""
+    reader, writer = await asyncio.open_connection(*address)
+    async with asyncio.timeout(WAIT_S):
+        writer.write(EARLY % (connection.MAX_DROPPED_BYTES + further))
+        assert (b"\r\nconnection: close\r\n" in await reader.readuntil(b"\r\n\r\nno")) is closes
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        (EARLY % 2**23).replace(b"Host: a", b"Host: a\r\nConnection: close"),
+        (EARLY % 2**23).replace(b"HTTP/1.1", b"HTTP/1.0"),
+        CHUNKED.replace(b"POST /", b"POST /early").replace(b"Host: a", b"Host: a\r\nConnection: close")
+        + b"%x\r\n" % (2**23 - 7),
+    ],
+    ids=["close", "HTTP/1.0", "chunked"],
+)
+async def test_a_body_after_its_answer_is_read_before_the_connection_ends(
+    address: tuple[str, int], monkeypatch: pytest.MonkeyPatch, head: bytes
+) -> None:
+    """A client that sends its whole request before it reads would lose the answer to a reset."""
+    monkeypatch.setattr(connection, "LINGER_S", WAIT_S)
+    reader, writer = await asyncio.open_connection(*address)
+    body = b"h" * (2**23 - 7) + b"\r\n0\r\n\r\n"
+    async with asyncio.timeout(WAIT_S / 2):
+        writer.write(head)
+        await asyncio.sleep(0.1)  # the answer and the end of a connection that does not linger
+        writer.write(body)
+        await writer.drain()
+        answer = await reader.read()
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert answer.endswith(b"\r\n\r\nno")
+    writer.close()
+
+
 async def test_too_many_small_chunks_end_the_connection_or_are_refused(address: tuple[str, int]) -> None:
     """The server ends the connection if it has sent the answer, and returns 413 if the app still reads the body."""
     chunk = b"1\r\nh\r\n"
