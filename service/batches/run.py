@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import os
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
@@ -33,8 +35,11 @@ _WHY = {
     "cancelled": ("batch_cancelled", "the batch was cancelled before this request was answered"),
 }
 """Code and message for the requests of a batch that have no answer, by the outcome of the batch."""
-_NO_ROOM = "quota_exceeded"
-"""Code of a batch that ended because the files of its key reached their limit."""
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""Errors of a file system that has no room."""
+_FULL_S = 600.0
+"""Time in seconds after which a batch fails for which the disk has no room."""
+_FULL_PAUSE_S = 5.0
 
 Answer = Callable[[str, bytes, str], Awaitable[tuple[int, str, bytes]]]
 """Function that answers a request: endpoint, body and owner to status, request id and body."""
@@ -76,8 +81,7 @@ class BatchRun:
         if batch.status in ("validating", "in_progress"):
             requests = await self._requests()
             if requests is not None and batch.status == "validating":
-                batch.total = len(requests)
-                await self._become("in_progress")
+                requests = await self._begun(requests)
             faults.point("batch-begun")
             await self._answer_all(requests)
             batch.output_file_id, batch.error_file_id = (
@@ -87,7 +91,7 @@ class BatchRun:
         if batch.output_file_id or batch.error_file_id:
             await self._become("finalizing")
             faults.point("batch-finalizing")
-            await in_thread(self._store_output)
+            await self._ending_with(self._store_output)
         await self._become(batch.outcome)
         faults.point("batch-ended")
         await in_thread(self._folder.end)
@@ -110,10 +114,65 @@ class BatchRun:
             return None
         return requests
 
+    async def _begun(self, requests: Requests) -> Requests | None:
+        """Note that the batch is in progress. If the disk has no room, note the reason and return None."""
+        self._batch.total = len(requests)
+        self._set_status("in_progress")
+        try:
+            await self._when_there_is_room(self._write)
+        except OSError as error:
+            self._batch.outcome = "failed"
+            self._note_no_room(error)
+            return None
+        return requests
+
     async def _become(self, status: Status) -> None:
+        self._set_status(status)
+        await self._ending_with(self._write)
+
+    def _set_status(self, status: Status) -> None:
         self._batch.status = status
         self._batch.times[status] = int(time.time())
-        await in_thread(lambda: self._folder.write(self._batch))
+
+    def _write(self) -> None:
+        self._folder.write(self._batch)
+
+    async def _when_there_is_room(self, write: Callable[[], None]) -> None:
+        """Call `write` in a thread, and repeat it while the disk is full. Raise OSError after `_FULL_S` seconds."""
+        deadline, is_noted = time.monotonic() + _FULL_S, False
+        while True:
+            try:
+                await in_thread(write)
+            except OSError as error:
+                if error.errno not in _FULL or time.monotonic() >= deadline:
+                    raise
+                if not is_noted:
+                    _log.error("the batch %s waits for room on the disk for %g s: %s", self._batch.id, _FULL_S, error)
+                is_noted = True
+            else:
+                return
+            await asyncio.sleep(_FULL_PAUSE_S)
+
+    async def _ending_with(self, write: Callable[[], None]) -> None:
+        """Call `write` in a thread. If the disk is full, use the room that was kept for the end of the batch."""
+        try:
+            await in_thread(write)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            await in_thread(lambda: self._folder.spare.unlink(missing_ok=True))
+            await in_thread(write)
+
+    def _note_no_room(self, error: LimitExceeded | OSError) -> None:
+        """Note why no more lines can be written. Raise `error` if there is another reason than room."""
+        if isinstance(error, LimitExceeded):
+            self._batch.note("quota_exceeded", str(error))
+            return
+        if error.errno not in _FULL:
+            raise error
+        text = f"the disk for the files of the service is full: {error.strerror}"
+        self._batch.note("disk_full", f"{text}. Send the requests that have no line again")
+        _log.error("the batch %s gets no more lines: %s", self._batch.id, error)
 
     def _store_output(self) -> None:
         batch = self._batch
@@ -141,7 +200,7 @@ class BatchRun:
         return file_id
 
     async def _answer_all(self, requests: Requests | None) -> None:
-        """Answer the requests that have no answer yet, until the batch expires or is cancelled, or its key has no room.
+        """Answer the requests that have no answer yet, until the batch expires or is cancelled, or there is no room.
 
         Without requests, only count the answers of an earlier process.
         """
@@ -157,7 +216,7 @@ class BatchRun:
             if batch.outcome == "completed":
                 batch.outcome = await self._outcome(requests, left, output, errors)
             if batch.outcome != "completed":
-                await in_thread(lambda: self._folder.write(batch))  # a later process must not begin to answer again
+                await self._ending_with(self._write)  # a later process must not begin to answer again
             if batch.outcome in _WHY:
                 await in_thread(lambda: self._give_up(requests, [output, errors]))
 
@@ -177,15 +236,24 @@ class BatchRun:
                 ending = await self._ending()
                 if self._changed:
                     self._changed = False
-                    await in_thread(lambda: self._folder.write(self._batch))
+                    await in_thread(self._store_counts)
                 self._room = 0  # other files of the key may have grown
-        except LimitExceeded as error:
-            self._batch.note(_NO_ROOM, str(error))
+        except (LimitExceeded, OSError) as error:
+            self._note_no_room(error)
             return "failed"
         finally:
             working.cancel()
             await asyncio.gather(working, return_exceptions=True)
         return ending
+
+    def _store_counts(self) -> None:
+        """Store the counts, or if the disk is full, have them stored later."""
+        try:
+            self._write()
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            self._changed = True
 
     async def _ending(self) -> Status | None:
         ending = await in_thread(lambda: self._folder.ending(self._batch))
@@ -226,7 +294,7 @@ class BatchRun:
         line = answer_line(self._batch.id, number, request.custom_id, status, request_id, body)
         file = output if status == 200 else errors
         async with self._writing:
-            await in_thread(lambda: self._append(file, line))
+            await self._when_there_is_room(lambda: self._append(file, line))
             faults.point("batch-answered")
             self._changed = True
 
@@ -234,8 +302,8 @@ class BatchRun:
         """Append a line and count it. Raise LimitExceeded if the files of the key have no room for it."""
         if len(line) > self._room:
             self._room = self._means.files.room(self._folder.owner, len(line))
-        self._room -= len(line)
         self._batch.count(file.append(line))
+        self._room -= len(line)
 
     async def _answered(self, endpoint: str, body: bytes) -> tuple[int, str, bytes]:
         """Return the answer to a request. Repeat the request if it fails because of the service."""
@@ -249,13 +317,16 @@ class BatchRun:
         raise AssertionError("the last answer is returned")
 
     def _give_up(self, requests: Requests, files: list[AnswerFile]) -> None:
-        """Write a line for each request that has no answer, as long as the files of the key have room."""
+        """Write a line for each request that has no answer, as long as there is room."""
         answered = self._count_again(files)
         code, why = _WHY[self._batch.outcome]
+        if not self._folder.spare.exists():  # its room is for the descriptions
+            self._note_no_room(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+            return
         try:
             for index, number in enumerate(requests.numbers()):
                 if number not in answered:
                     custom_id = requests.read(index).custom_id
                     self._append(files[-1], error_line(self._batch.id, number, custom_id, code, why))
-        except LimitExceeded as error:
-            self._batch.note(_NO_ROOM, str(error))
+        except (LimitExceeded, OSError) as error:
+            self._note_no_room(error)

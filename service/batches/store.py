@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from secrets import token_hex
+from secrets import token_bytes, token_hex
 from typing import Literal
 
 import msgspec
@@ -25,7 +25,7 @@ from mindie_mm.processes.writing import sync
 from mindie_mm.shm import request_directory
 from mindie_mm.shm.liveness_lock import LivenessLock
 from service.batches.record import Batch
-from service.files.store import FileStore, replace_file
+from service.files.store import OUTPUTS, FileStore, replace_file
 
 _log = logging.getLogger(__name__)
 
@@ -33,6 +33,8 @@ _BATCH_ID = re.compile(r"batch_[0-9a-f]{24}", re.ASCII)
 _DESCRIPTION = "batch.json"
 _CREATING_S = 60.0
 """Age in seconds at which a marker without a batch is no longer being created, but was left by a dead process."""
+_SPARE_BYTES = 64 << 10
+"""More than the descriptions of a batch and of its output take."""
 _MAX_SHOWN = 80
 
 
@@ -56,11 +58,16 @@ class BatchFolder:
 
     @property
     def output(self) -> Path:
-        return self.path / "output.jsonl"
+        return self.path / OUTPUTS[0]
 
     @property
     def errors(self) -> Path:
-        return self.path / "errors.jsonl"
+        return self.path / OUTPUTS[1]
+
+    @property
+    def spare(self) -> Path:
+        """File that only occupies room. It is removed if the disk has no other room for the end of the batch."""
+        return self.path / "spare"
 
     @property
     def cancelled_at(self) -> float | None:
@@ -113,7 +120,7 @@ class BatchFolder:
 
     def end(self) -> None:
         """Remove what a batch that has ended does not need."""
-        for path in (self.input, self.output, self.errors, self._cancelled):
+        for path in (self.input, self.output, self.errors, self.spare, self._cancelled):
             path.unlink(missing_ok=True)
         self.marker.unlink(missing_ok=True)
 
@@ -135,24 +142,31 @@ class BatchStore:
             LimitExceeded: The key has too many batches, or no room for the files of the output.
 
         """
-        self.files.require_room(owner, num_files=2)
-        content = self.files.content(self.files.get(owner, batch.input_file_id), owner)
-        self._make_room(owner)
-        folder = self.folder(owner, batch.id)
-        folder.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._open.mkdir(mode=0o700, exist_ok=True)
-        folder.marker.touch()
+        with self.files.adding:
+            self.files.require_room(owner, num_files=len(OUTPUTS))
+            content = self.files.content(self.files.get(owner, batch.input_file_id), owner)
+            self._make_room(owner)
+            folder = self.folder(owner, batch.id)
+            folder.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._open.mkdir(mode=0o700, exist_ok=True)
+            folder.marker.touch()
+            self._write_new(folder, batch, content)
+        sync(folder.path.parent)
+        return folder
+
+    def _write_new(self, folder: BatchFolder, batch: Batch, content: Path) -> None:
         with request_directory(self.files.uploads) as directory:
-            new = BatchFolder(owner, directory.path / "batch", folder.marker)
+            new = BatchFolder(folder.owner, directory.path / "batch", folder.marker)
             new.path.mkdir(mode=0o700)
             try:
                 new.input.hardlink_to(content)
             except OSError:  # a file system without hard links
                 shutil.copyfile(content, new.input)
+            for path in (new.output, new.errors):
+                path.touch(mode=0o600)
+            new.spare.write_bytes(token_bytes(_SPARE_BYTES))  # random, because file systems may compress
             new.write(batch)
             new.path.rename(folder.path)
-        sync(folder.path.parent)
-        return folder
 
     def _make_room(self, owner: str) -> None:
         """Remove the oldest batch that has ended if the key has as many batches as it may have."""

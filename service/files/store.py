@@ -36,6 +36,8 @@ BATCH_FILES_S = 30 * DAY_S
 _FILE_ID = re.compile(r"file-[0-9a-f]{24}", re.ASCII)
 _MOVING_S = 60.0
 """Age in seconds at which a file without its counterpart is no longer being moved, but was left by a dead process."""
+OUTPUTS = ("output.jsonl", "errors.jsonl")
+"""Names of the files of a batch that become files of the key when the batch ends."""
 EVERYBODY = "all"
 """Name of the folder of all clients of a service without keys."""
 _MAX_SHOWN = 80
@@ -87,6 +89,7 @@ class Used:
     """What the files of an API key occupy."""
 
     files: int
+    """Number of files, with the output that each batch in progress may have."""
     num_bytes: int
 
 
@@ -106,7 +109,8 @@ class FileStore:
         self._has_keys = config.has_keys
         self._max_files = config.max_files_per_key
         self._max_bytes = config.max_file_bytes_per_key
-        self._adding = threading.Lock()  # held while files are read, so the event loop must not wait for it
+        self.adding = threading.Lock()
+        """Lock to hold from a look at the room of a key until the room is used. The event loop must not wait for it."""
         self._coming = Counter[str]()
         """Number of bytes of uploads in progress, by the name of the owner's folder."""
 
@@ -140,8 +144,8 @@ class FileStore:
         used = self.used(owner)
         if used.files + num_files > self._max_files:
             raise LimitExceeded(
-                f"this API key has {used.files} files; the limit is {self._max_files} (--max-files-per-key). Delete "
-                "files that are no longer needed"
+                f"this API key has {used.files} files, with {len(OUTPUTS)} for the output of each batch in progress; "
+                f"the limit is {self._max_files} (--max-files-per-key). Delete files that are no longer needed"
             )
         self._require_bytes(used.num_bytes + 1)
         return used
@@ -160,23 +164,25 @@ class FileStore:
             )
 
     def used(self, owner: str) -> Used:
-        """Return what the key's files occupy, with the bytes of batches in progress."""
+        """Return what the key's files occupy, and what batches in progress do."""
         sizes = []
         with suppress(FileNotFoundError), os.scandir(self._folder(owner)) as entries:
             for entry in entries:
                 with suppress(FileNotFoundError):
                     if _FILE_ID.fullmatch(entry.name):
                         sizes.append(entry.stat().st_size)
-        return Used(len(sizes), sum(sizes) + self._batch_bytes(owner))
+        coming = self._of_batches(owner)
+        return Used(len(sizes) + coming.files, sum(sizes) + coming.num_bytes)
 
-    def _batch_bytes(self, owner: str) -> int:
-        """Return the bytes of batches in progress that are not those of a file, too."""
-        num_bytes = 0
+    def _of_batches(self, owner: str) -> Used:
+        """Return what batches in progress occupy that is not counted as a file, too."""
+        num_files = num_bytes = 0
         for path in (self.root / owner / "batches").glob("*/*.jsonl"):
             with suppress(FileNotFoundError):
                 status = path.stat()
                 num_bytes += status.st_size if status.st_nlink == 1 else 0
-        return num_bytes
+                num_files += path.name in OUTPUTS
+        return Used(num_files, num_bytes)
 
     def add(
         self,
@@ -190,7 +196,7 @@ class FileStore:
     ) -> StoredFile:
         """Move the file at `path` into the store. Raise LimitExceeded if `limited` and the key has no room for it."""
         file_id = f"file-{token_hex(12)}"
-        with self._adding:
+        with self.adding:
             if limited:
                 self._require_bytes(self.require_room(owner).num_bytes + path.stat().st_size)
             return self.put(owner, file_id, path, filename=filename, purpose=purpose, expires_after_s=expires_after_s)

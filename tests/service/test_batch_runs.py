@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import resource
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,6 +24,7 @@ from service.batches.requests import Limits
 from service.batches.run import BatchRun
 from service.batches.store import BatchFolder
 from service.files.store import FileStore, replace_file
+from tests.namespaces import UNSHARE, require
 from tests.service.batch_place import OWNER, Place
 
 
@@ -72,6 +75,23 @@ async def test_an_expiry_that_is_interrupted_writes_each_line_once(place: Place)
     lines = [*place.lines(batch.output_file_id), *place.lines(batch.error_file_id)]
     assert ids(lines) == sorted(f"{i}" for i in range(30))
     assert not place.model.asked
+
+
+def test_a_batch_on_a_full_disk_ends(tmp_path: Path) -> None:
+    """It waits for a time, and then fails with the lines that it has. None of its requests is answered twice."""
+    prefix = (*UNSHARE, "--mount", "sh", "-c", 'mount -t tmpfs -o size=512k tmpfs "$1" && shift && exec "$@"', "sh")
+    require((*UNSHARE, "--mount"))
+    command = [*prefix, str(tmp_path), sys.executable, "-m", "tests.service.full_disk", str(tmp_path)]
+    ended = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=60).stdout)
+    for one in ended.values():
+        assert one["lines"] == one["counted"]
+        assert (one["unfinished"], one["left"]) == (0, ["batch.json", "lock"])
+    emptied, later, early, expired = ended.values()
+    assert (emptied["status"], emptied["codes"], emptied["lines"], emptied["asked"]) == ("completed", [], 60, 60)
+    assert (later["status"], later["codes"]) == ("failed", ["disk_full"])
+    assert 0 < later["lines"] < later["asked"] < 60
+    assert (early["status"], early["codes"], early["asked"]) == ("failed", ["disk_full"], 0)
+    assert (expired["status"], expired["codes"], expired["asked"]) == ("expired", ["disk_full"], 0)
 
 
 @pytest.mark.parametrize("step", ["first", "second", "last"])
@@ -204,6 +224,20 @@ def test_batches_in_progress_count_toward_the_quota(place: Place) -> None:
     assert place.files.used(OWNER).num_bytes == used.num_bytes
     folder.output.write_bytes(bytes(1000))
     assert place.files.used(OWNER).num_bytes == used.num_bytes + 1000
+
+
+async def test_the_output_of_batches_in_progress_counts_as_files(tmp_path: Path) -> None:
+    """Each batch has one file of input and up to two of output. A batch that has ended has the files of its output."""
+    place = Place(tmp_path / "files", max_files_per_key=8)
+    folders = [place.create(), place.create()]
+    with pytest.raises(LimitExceeded, match="has 6 files, with 2 for the output of each batch in progress; the limit"):
+        place.files.require_room(OWNER, num_files=3)
+    place.files.delete(OWNER, place.files.files(OWNER)[0].id)  # the batch has a link to it
+    place.create()
+    with pytest.raises(LimitExceeded, match="has 8 files"):
+        place.files.require_room(OWNER)
+    assert (await place.run(folders[0])).error_file_id is None
+    assert place.files.used(OWNER).files == 7
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"id": "\xff"}', None], ids=repr)
