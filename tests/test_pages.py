@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -96,12 +97,11 @@ def defined(file: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize(("page", "least"), [("ARCHITECTURE.md", 20), ("docs/concepts.md", 10)])
-def test_code_that_a_page_names_exists(page: str, least: int) -> None:
-    named = re.findall(r"\[`([\w.]+)`\]\((\S+\.py)\)", (ROOT / page).read_text())
-    assert len(named) >= least
+def test_code_that_the_architecture_names_exists() -> None:
+    named = re.findall(r"\[`([\w.]+)`\]\((\S+\.py)\)", ARCHITECTURE)
+    assert len(named) >= 20
     for name, path in named:
-        file = (ROOT / page).parent / path
+        file = ROOT / path
         assert name == file.name or name in defined(file), f"{path} does not define {name}"
 
 
@@ -118,14 +118,21 @@ def test_files_and_folders_named_in_the_architecture_exist() -> None:
         assert (ROOT / folder).is_dir(), folder
 
 
-def test_the_architecture_has_a_row_for_every_package() -> None:
+def test_the_architecture_has_a_row_for_every_package_and_top_level_folder() -> None:
     packages = {str(file.parent.relative_to(ROOT)) for file in ROOT.glob("mindie_mm/*/__init__.py")}
+    ignored = (ROOT / ".gitignore").read_text().split()
+    top_level = {
+        folder.name
+        for folder in ROOT.glob("[!.]*/")
+        if not any(fnmatch(f"{folder.name}/", pattern) for pattern in ignored)
+    }
+    assert {"mindie_mm", "tests"} <= top_level
     rows = {*re.findall(r"^\| `(\S+)/` \|", ARCHITECTURE, re.MULTILINE)}
-    assert packages <= rows
+    assert packages | top_level <= rows
 
 
 def test_the_architecture_fits_on_a_page() -> None:
-    assert len(ARCHITECTURE.splitlines()) <= 100
+    assert len(ARCHITECTURE.splitlines()) <= 120
     assert max(map(len, ARCHITECTURE.splitlines())) <= 120
 
 
@@ -134,11 +141,12 @@ def test_decision_records_are_numbered_without_a_gap() -> None:
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.name)
-def test_a_decision_record_has_three_sections_and_at_most_250_words(record: Path) -> None:
+def test_a_decision_record_has_its_sections_and_at_most_350_words(record: Path) -> None:
     text = record.read_text(encoding="utf-8")
     assert text.startswith(f"# {int(record.name[:4])}. ")
-    assert re.findall("^## (.*)$", text, re.MULTILINE) == ["Context", "Decision", "Consequences"]
-    assert len(text.split()) <= 250
+    headings = re.findall("^## (.*)$", text, re.MULTILINE)
+    assert [heading for heading in headings if heading != "Alternatives"] == ["Context", "Decision", "Consequences"]
+    assert len(text.split()) <= 350
 
 
 def test_the_index_of_decisions_has_every_title() -> None:
