@@ -21,7 +21,6 @@ from mindie_mm.processes.tasks import WorkThread, in_thread, run_alone
 from mindie_mm.settings.config import WorkerConfig
 from mindie_mm.settings.environment import default_spool
 from mindie_mm.shm import Arena, collect
-from mindie_mm.tokenize.answer import answer
 from mindie_mm.tokenize.clips import Clips
 from mindie_mm.tokenize.prompt import Prompt
 from mindie_mm.tokenize.prompts import Prompts
@@ -110,7 +109,7 @@ class LocalTokenizer(TokenizerStage):
 
     async def tokenize_together(self, requests: Sequence[TokenizeRequest]) -> list[Prompt]:
         if self._thread is None:
-            return await answer(self._prompts, requests)
+            return await self._prompts.make(requests)
         given_up = threading.Event()
         try:
             return await self._thread.run(partial(self._answer, requests, given_up))
@@ -120,7 +119,7 @@ class LocalTokenizer(TokenizerStage):
 
     def _answer(self, requests: Sequence[TokenizeRequest], given_up: threading.Event) -> list[Prompt]:
         with cancellation.until(given_up):
-            return run_alone(answer(self._prompts, requests))
+            return run_alone(self._prompts.make(requests))
 
     async def cut(
         self, speech: Media, folder: Path, max_bytes: int, domain: tuple[bytes, str], *, always: bool

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from mindie_mm.decode.decoding import Decoding
-from mindie_mm.errors import ContextLengthExceeded, FramesMiscounted, InputError, TokenOutOfRange
-from mindie_mm.inputs import PROMPT, Item, Kind, Media, Message, Text, media_of, media_of_messages
+from mindie_mm.errors import ContextLengthExceeded, FramesMiscounted, InputError
+from mindie_mm.inputs import PROMPT, Kind, Message, Text
 from mindie_mm.media.guard.caps import decoding_to_count
 from mindie_mm.models import family_of, reading
 from mindie_mm.nn.checkpoint.directory import Checkpoint
@@ -23,29 +23,18 @@ from mindie_mm.nn.family import Placeholder, Processor
 from mindie_mm.processes import faults
 from mindie_mm.settings.config import ContentFormat, MediaCaps, Switch
 from mindie_mm.settings.limits import PromptLimits
-from mindie_mm.tokenize.media_stage import MediaStage
+from mindie_mm.tokenize.documents import Pages
+from mindie_mm.tokenize.media_stage import MediaStage, RequestMedia
 from mindie_mm.tokenize.placeholders import expand as expand_items
 from mindie_mm.tokenize.placeholders import insert
 from mindie_mm.tokenize.planning import PlannedItem, Planner, text_placeholder
 from mindie_mm.tokenize.prompt import Prompt, PromptOptions
+from mindie_mm.tokenize.requests import TokenizeRequest
 from mindie_mm.tokenize.stores import Store
 from mindie_mm.tokenize.text.chat_template import as_dict
 from mindie_mm.tokenize.text.spelling import Rendered, strings
 from mindie_mm.tokenize.text.text_encoder import Encoded, SpecialTokens, TextEncoder
 from mindie_mm.tokenize.truncate import cut, truncate
-
-_PLAIN = PromptOptions()
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """A prompt before its media are planned."""
-
-    media: Sequence[Media]
-    """Media items of the prompt, in order."""
-    expand: Callable[[Sequence[PlannedItem]], Prompt]
-    """Function that returns the whole prompt for the planned media, without handle words."""
-    options: PromptOptions
 
 
 class Prompts:
@@ -112,86 +101,141 @@ class Prompts:
         """Whether the checkpoint has a chat template."""
         return self._text.has_template
 
-    def draft_items(self, items: Sequence[Item], options: PromptOptions = _PLAIN) -> Draft:
-        """Return a draft of `items`, which are joined without a template.
+    async def make(self, requests: Sequence[TokenizeRequest]) -> list[Prompt]:
+        """Return the prompts of `requests`, which have the same path file. Their blocks are allocated together.
 
-        Raise ContextLengthExceeded if the texts are too long.
-        """
-        if options.max_prompt_tokens:
-            self._text.check_size((item.text for item in items if isinstance(item, Text)), options.max_prompt_tokens)
-        parse_special = self._parse_special if options.parse_special is None else options.parse_special
-
-        def expand(planned: Sequence[PlannedItem]) -> Prompt:
-            if planned and len(planned) == len(items) and all(item.kind == PROMPT for item in planned):
-                # Embeddings of a whole prompt, without BOS.
-                return expand_items([item.placeholder.token for item in planned], planned, self._tokens)
-            spelled = self._spell(planned)
-            pieces = [item if isinstance(item, Text) else next(spelled) for item in items]
-            rendered = self._text.render_items(pieces, parse_special=parse_special)
-            if not (options.add_special_tokens or planned):
-                return Prompt(np.array(self._text.encode(rendered, "none").ids, np.int64))
-            prompt = self._expanded(self._encode(rendered, planned, "missing"), planned)
-            if not (options.marks_assistant and options.answer_items):
-                return prompt
-            question = self._text.render_items(pieces[: -options.answer_items], parse_special=parse_special)
-            start, in_common = self._begins_with(question, prompt, planned, "missing")
-            if in_common < start:
-                raise InputError(
-                    "the completion cannot be located: the prompt alone has other tokens from token "
-                    f"{in_common} on than with the completion. Move the space or the text between them into the other "
-                    "one, or train on all tokens"
-                )
-            return replace(prompt, assistant=((start, len(prompt.ids)),))
-
-        return Draft(media_of(items), expand, options)
-
-    def draft_messages(
-        self,
-        messages: Sequence[Message],
-        add_generation_prompt: bool = True,
-        template_kwargs: Mapping[str, Any] | None = None,
-        options: PromptOptions = _PLAIN,
-        *,
-        continue_final_message: bool = False,
-    ) -> Draft:
-        """Return a draft of chat messages, which are formatted with the chat template.
-
-        With `continue_final_message`, the prompt ends with the text of the last message.
+        After FramesMiscounted, the prompts are made a second time. Videos are then decoded to count their frames, so
+        that frames are sampled from the true number of frames.
 
         Raises:
-            ContextLengthExceeded: The texts are too long.
-            InputError: A template variable is not a JSON value, or `options.parse_special` is set.
+            InputError: A request or an item is invalid.
+            ContextLengthExceeded: A prompt is too long.
+            ArenaFull: Not enough memory became free in time.
+            SharedMemoryError: Shared memory cannot be used.
 
         """
-        if options.parse_special:
+        path_files = {request.path_file for request in requests}
+        if len(path_files) != 1:
             raise InputError(
-                "parse_special is true, but the prompt is a chat, whose texts never contain control tokens; leave "
-                "parse_special out, or apply the chat template yourself",
-                param="parse_special",
+                f"prompts that are tokenized together must share one path file; found {sorted(path_files)}"
             )
-        variables = template_kwargs or {}
+        pages = Pages(self.stage, requests[0].options.domain)
+        requests = [await pages.of(self._checked(request)) for request in requests]
+        try:
+            return await self._make(requests)
+        except FramesMiscounted:
+            with decoding_to_count():
+                return await self._make(requests)
+
+    def _checked(self, request: TokenizeRequest) -> TokenizeRequest:
+        """Check `request` without its media. Return it as messages if the chat template formats its items."""
+        messages, options = request.messages, request.options
+        if messages is None and request.continue_final_message:
+            raise InputError(
+                "continue_final_message is set, but there are no messages; send messages, or leave "
+                "continue_final_message out",
+                param="continue_final_message",
+            )
+        if messages is None and request.ids is None and request.chat and self.has_template:
+            messages = [Message("user", tuple(request.items or ()))]
+            request = msgspec.structs.replace(request, messages=messages, items=None)
+        if messages is None:
+            if request.chat_template_kwargs or not request.add_generation_prompt:
+                raise InputError(
+                    "chat template variables were given, but the prompt does not use a chat template; leave them out"
+                )
+            texts: Iterable[str] = (item.text for item in request.items or () if isinstance(item, Text))
+        else:
+            if options.parse_special:
+                raise InputError(
+                    "parse_special is true, but the prompt is a chat, whose texts never contain control tokens; leave "
+                    "parse_special out, or apply the chat template yourself",
+                    param="parse_special",
+                )
+            texts = strings([*map(as_dict, messages), request.chat_template_kwargs])
         if options.max_prompt_tokens:
-            self._text.check_size(strings([*map(as_dict, messages), variables]), options.max_prompt_tokens)
+            self._text.check_size(texts, options.max_prompt_tokens)
+        return request
 
-        def expand(planned: Sequence[PlannedItem]) -> Prompt:
-            rendered = self._text.render_messages(
-                messages,
-                add_generation_prompt,
-                variables,
-                list(self._spell(planned)),
-                continue_final_message=continue_final_message,
-                name=options.template,
+    async def _make(self, requests: Sequence[TokenizeRequest]) -> list[Prompt]:
+        async with self.stage.request(requests[0].options.domain) as media:
+            prompts, items = await self._planned(requests, media)
+            faults.point("planned")
+            path_file = requests[0].path_file
+            return await media.fill(prompts, items, Path(path_file) if path_file else None)
+
+    async def _planned(
+        self, requests: Sequence[TokenizeRequest], media: RequestMedia
+    ) -> tuple[list[Prompt], list[tuple[PlannedItem, str]]]:
+        """Return the prompts without handle words, and the items of their spans with the salts of their digests."""
+        prompts: list[Prompt] = []
+        kept: list[tuple[PlannedItem, str]] = []
+        all_planned = await media.plan([request.media for request in requests])
+        for request, planned in zip(requests, all_planned, strict=True):
+            if prompts:
+                await asyncio.sleep(0)  # encoding many long texts without a pause would delay other requests
+            options = request.options
+            prompt = _cut(self._whole(request, planned), options)
+            from_right = options.cut_side == "right"
+            own = planned[: len(prompt.spans)] if from_right else planned[len(planned) - len(prompt.spans) :]
+            prompt = _bounded(prompt, options)
+            prompts.append(prompt)
+            kept += [(item, options.cache_salt) for item in own[len(own) - len(prompt.spans) :]]
+        return prompts, kept
+
+    def _whole(self, request: TokenizeRequest, planned: Sequence[PlannedItem]) -> Prompt:
+        """Return the prompt of `request` with the planned media, before it is cut and without handle words."""
+        if request.messages is not None:
+            return self._of_messages(request, request.messages, planned)
+        if request.ids is not None:
+            encoded = self._text.replace_marker_ids(request.ids, self._markers, *self._spellings(planned))
+            return self._expanded(encoded, planned)
+        return self._of_items(request, planned)
+
+    def _of_items(self, request: TokenizeRequest, planned: Sequence[PlannedItem]) -> Prompt:
+        items, options = request.items or (), request.options
+        if planned and len(planned) == len(items) and all(item.kind == PROMPT for item in planned):
+            # Embeddings of a whole prompt, without BOS.
+            return expand_items([item.placeholder.token for item in planned], planned, self._tokens)
+        parse_special = self._parse_special if options.parse_special is None else options.parse_special
+        spelled = self._spell(planned)
+        pieces = [item if isinstance(item, Text) else next(spelled) for item in items]
+        rendered = self._text.render_items(pieces, parse_special=parse_special)
+        if not (options.add_special_tokens or planned):
+            return Prompt(np.array(self._text.encode(rendered, "none").ids, np.int64))
+        prompt = self._expanded(self._encode(rendered, planned, "missing"), planned)
+        if not (options.marks_assistant and options.answer_items):
+            return prompt
+        question = self._text.render_items(pieces[: -options.answer_items], parse_special=parse_special)
+        start, in_common = self._begins_with(question, prompt, planned, "missing")
+        if in_common < start:
+            raise InputError(
+                "the completion cannot be located: the prompt alone has other tokens from token "
+                f"{in_common} on than with the completion. Move the space or the text between them into the other "
+                "one, or train on all tokens"
             )
-            if options.max_prompt_tokens:  # a template may write numbers, or a text several times
-                self._text.check_size([rendered.text], options.max_prompt_tokens)
-            special_tokens: SpecialTokens = "all" if options.repeat_special_tokens else "unless_begun"
-            prompt = self._expanded(self._encode(rendered, planned, special_tokens), planned)
-            if not options.marks_assistant:
-                return prompt
-            cuts = self._text.render_turns(messages, variables, list(self._spell(planned)))
-            return replace(prompt, assistant=self._turns(prompt, cuts, planned, special_tokens))
+        return replace(prompt, assistant=((start, len(prompt.ids)),))
 
-        return Draft(media_of_messages(messages), expand, options)
+    def _of_messages(
+        self, request: TokenizeRequest, messages: Sequence[Message], planned: Sequence[PlannedItem]
+    ) -> Prompt:
+        options, variables = request.options, request.chat_template_kwargs
+        rendered = self._text.render_messages(
+            messages,
+            request.add_generation_prompt,
+            variables,
+            list(self._spell(planned)),
+            continue_final_message=request.continue_final_message,
+            name=options.template,
+        )
+        if options.max_prompt_tokens:  # a template may write numbers, or a text several times
+            self._text.check_size([rendered.text], options.max_prompt_tokens)
+        special_tokens: SpecialTokens = "all" if options.repeat_special_tokens else "unless_begun"
+        prompt = self._expanded(self._encode(rendered, planned, special_tokens), planned)
+        if not options.marks_assistant:
+            return prompt
+        cuts = self._text.render_turns(messages, variables, list(self._spell(planned)))
+        return replace(prompt, assistant=self._turns(prompt, cuts, planned, special_tokens))
 
     def _turns(
         self, prompt: Prompt, cuts: Sequence[Rendered], planned: Sequence[PlannedItem], special_tokens: SpecialTokens
@@ -224,76 +268,6 @@ class Prompts:
         if np.array_equal(ids, prompt.ids[: len(ids)]):
             return len(ids), len(ids)
         return len(ids), _in_common(ids.tolist(), prompt.ids.tolist())
-
-    def draft_turn(
-        self,
-        items: Sequence[Item],
-        add_generation_prompt: bool = True,
-        template_kwargs: Mapping[str, Any] | None = None,
-        options: PromptOptions = _PLAIN,
-        *,
-        chat: bool = True,
-    ) -> Draft:
-        """Return a draft of `items` as one user turn. Join the items if `chat` is off or there is no chat template.
-
-        Raise InputError if template variables are given but no template is used.
-        """
-        if chat and self.has_template:
-            return self.draft_messages([Message("user", tuple(items))], add_generation_prompt, template_kwargs, options)
-        if template_kwargs or not add_generation_prompt:
-            raise InputError(
-                "chat template variables were given, but the prompt does not use a chat template; leave them out"
-            )
-        return self.draft_items(items, options)
-
-    def draft_ids(self, ids: Sequence[int], items: Sequence[Media]) -> Draft:
-        """Return a draft of ids. They have one placeholder per media item, or none if the family inserts placeholders.
-
-        Raise TokenOutOfRange for a value that is not a token id. The engine checks that ids are in the vocabulary.
-        """
-        ids = [_token_id(index) for index in ids]
-
-        def expand(planned: Sequence[PlannedItem]) -> Prompt:
-            encoded = self._text.replace_marker_ids(ids, self._markers, *self._spellings(planned))
-            return self._expanded(encoded, planned)
-
-        return Draft(items, expand, _PLAIN)
-
-    async def make(self, drafts: Sequence[Draft], path_file: Path | None) -> list[Prompt]:
-        """Return the prompts of one request. Blocks for their media are allocated together and recorded in `path_file`.
-
-        After FramesMiscounted, the prompts are made a second time. Videos are then decoded to count their frames, so
-        that frames are sampled from the true number of frames.
-
-        Raises:
-            InputError: A prompt or an item is invalid.
-            ArenaFull: Not enough memory became free in time.
-            SharedMemoryError: Shared memory cannot be used.
-
-        """
-        try:
-            return await self._make(drafts, path_file)
-        except FramesMiscounted:
-            with decoding_to_count():
-                return await self._make(drafts, path_file)
-
-    async def _make(self, drafts: Sequence[Draft], path_file: Path | None) -> list[Prompt]:
-        prompts: list[Prompt] = []
-        kept: list[tuple[PlannedItem, str]] = []
-        async with self.stage.request(drafts[0].options.domain) as media:
-            all_planned = await media.plan([draft.media for draft in drafts])
-            for draft, planned in zip(drafts, all_planned, strict=True):
-                if prompts:
-                    await asyncio.sleep(0)  # encoding many long texts without a pause would delay other requests
-                prompt = _cut(draft.expand(planned), draft.options)
-                from_right = draft.options.cut_side == "right"
-                own = planned[: len(prompt.spans)] if from_right else planned[len(planned) - len(prompt.spans) :]
-                prompt = _bounded(prompt, draft.options)
-                prompts.append(prompt)
-                salt = draft.options.cache_salt
-                kept += [(item, salt) for item in own[len(own) - len(prompt.spans) :]]
-            faults.point("planned")
-            return await media.fill(prompts, kept, path_file)
 
     def _encode(self, rendered: Rendered, planned: Sequence[PlannedItem], special_tokens: SpecialTokens) -> Encoded:
         rendered = replace(rendered, text=self._processor.prompt_text(rendered.text))
@@ -379,14 +353,3 @@ def _in_common(ids: Sequence[int], others: Sequence[int]) -> int:
     """Return the length of the common prefix of two sequences."""
     equal = (one == other for one, other in zip(ids, others, strict=False))
     return sum(1 for _ in takewhile(bool, equal))
-
-
-def _token_id(index: Any) -> int:
-    """Convert a token id of any integer type to `int`. Raise TokenOutOfRange for any other value."""
-    try:
-        token = operator.index(index)
-    except TypeError:
-        token = -1
-    if isinstance(index, bool) or not 0 <= token < 2**31:
-        raise TokenOutOfRange(f"{index!r} is not a token id")
-    return token

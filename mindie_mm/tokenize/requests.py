@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from mindie_mm.errors import InputError, TokenOutOfRange
 from mindie_mm.inputs import (
     Item,
     Media,
@@ -18,6 +20,7 @@ from mindie_mm.inputs import (
     parse_inputs,
     parse_messages,
     read_texts,
+    type_of,
     with_media,
 )
 from mindie_mm.settings.paths import working_directory
@@ -25,7 +28,7 @@ from mindie_mm.tokenize.prompt import PromptOptions
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt to tokenize, which was parsed where it came in. Either `messages` or `items` are given.
+    """A prompt to tokenize, which was parsed where it came in. `messages`, `items`, or `ids` with `items` are given.
 
     Only paths, URLs and bytes can be sent to another process as sources of media.
     """
@@ -33,7 +36,10 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     messages: list[Message] | None = None
     """Chat messages."""
     items: list[Item] | None = None
-    """Items in order."""
+    """Items in order. With `ids`, they are the media of the prompt."""
+    ids: list[int] | None = None
+    """Ids of an encoded prompt, with one placeholder per media item, or without placeholders if the family inserts
+    them."""
     chat: bool = True
     """Whether `items` are formatted as one user turn, if the checkpoint has a chat template. Otherwise they are
     joined."""
@@ -84,6 +90,31 @@ def request_of_messages(
     """Return the request for chat messages. The arguments and errors are those of `request_of_items`."""
     read = read_texts(parse_messages(messages), webui=webui)
     return _located(TokenizeRequest(messages=read, **fields), folder)
+
+
+def request_of_ids(ids: Sequence[int], media: Sequence[Mapping[str, Any]], **fields: Any) -> TokenizeRequest:
+    """Return the request for the ids of an encoded prompt, with one placeholder for each item of `media`.
+
+    Raises:
+        InputError: The ids have no single axis, or an item is invalid.
+        TokenOutOfRange: A value is not a token id. The engine checks that the ids are in the vocabulary.
+
+    """
+    if isinstance(ids, str | bytes) or not isinstance(ids, Iterable) or getattr(ids, "ndim", 1) != 1:
+        raise InputError(f"ids is {type_of(ids)}; it must be a list of token ids")
+    items: list[Item] = [] if isinstance(media, list | tuple) and not media else [*media_of(parse_inputs(media))]
+    return _located(TokenizeRequest(ids=[_token_id(index) for index in ids], items=items, **fields), None)
+
+
+def _token_id(index: Any) -> int:
+    """Convert a token id of any integer type to `int`. Raise TokenOutOfRange for any other value."""
+    try:
+        token = operator.index(index)
+    except TypeError:
+        token = -1
+    if isinstance(index, bool) or not 0 <= token < 2**31:
+        raise TokenOutOfRange(f"{index!r} is not a token id")
+    return token
 
 
 def _located(request: TokenizeRequest, folder: str | None) -> TokenizeRequest:

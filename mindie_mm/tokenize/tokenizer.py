@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -16,13 +16,7 @@ from transformers.utils import get_json_schema
 from mindie_mm.decode import Decoders
 from mindie_mm.decode.decoder_messages import DecoderSetup
 from mindie_mm.errors import InputError
-from mindie_mm.inputs import (
-    Media,
-    media_of,
-    parse_inputs,
-    require_switches,
-    type_of,
-)
+from mindie_mm.inputs import Media, require_switches, type_of
 from mindie_mm.media.source import source_path
 from mindie_mm.models import family_of
 from mindie_mm.nn.checkpoint.directory import Checkpoint
@@ -32,11 +26,10 @@ from mindie_mm.settings.config import ContentFormat, MediaCaps, Switch, WorkerCo
 from mindie_mm.settings.limits import PromptLimits, converted
 from mindie_mm.settings.paths import absolute
 from mindie_mm.shm import PATH_FILE_NAME, Arena
-from mindie_mm.tokenize.answer import answer
 from mindie_mm.tokenize.mindie_stores import mindie_store
 from mindie_mm.tokenize.prompt import Prompt, PromptOptions
-from mindie_mm.tokenize.prompts import Draft, Prompts
-from mindie_mm.tokenize.requests import TokenizeRequest, request_of_items, request_of_messages
+from mindie_mm.tokenize.prompts import Prompts
+from mindie_mm.tokenize.requests import TokenizeRequest, request_of_ids, request_of_items, request_of_messages
 from mindie_mm.tokenize.stores import ARENA_BYTES, ArenaStore, Preprocessed, ScriptStore, Store, WireName
 
 T = TypeVar("T")
@@ -52,7 +45,7 @@ class Tokenizer:
     def __init__(self, prompts: Prompts, loop: LoopThread | None = None, decoders: Decoders | None = None) -> None:
         """Take ownership of the arguments. Call `from_pretrained` instead."""
         self.prompts = prompts
-        """Maker of drafts and of prompts."""
+        """Maker of prompts."""
         self._loop = loop
         self._end_decoders: Callable[[], object] = lambda: None
         if loop is not None and decoders is not None:
@@ -180,7 +173,7 @@ class Tokenizer:
             require_switches(parse_special=parse_special)
         options = PromptOptions(parse_special=parse_special)
         request = request_of_items(inputs, webui=webui, chat=False, options=options)
-        return torch.from_numpy(self._prompt(request, shm_name_save_path).ids)
+        return self._ids(request, shm_name_save_path)
 
     def tokenize_chat(
         self,
@@ -217,7 +210,7 @@ class Tokenizer:
         request = request_of_messages(
             messages, webui=webui, add_generation_prompt=add_generation_prompt, chat_template_kwargs=template_kwargs
         )
-        return torch.from_numpy(self._prompt(request, shm_name_save_path).ids)
+        return self._ids(request, shm_name_save_path)
 
     def tokenize_ids(
         self,
@@ -239,24 +232,16 @@ class Tokenizer:
             InputError, ArenaFull, SharedMemoryError: The same conditions as in `tokenize`.
 
         """
-        if isinstance(ids, str | bytes) or not isinstance(ids, Iterable) or getattr(ids, "ndim", 1) != 1:
-            raise InputError(f"ids is {type_of(ids)}; it must be a list of token ids")
-        items = [] if isinstance(media, list | tuple) and not media else media_of(parse_inputs(media))
-        draft = self.prompts.draft_ids(ids, items)
-        return torch.from_numpy(self.make(draft, _path_file(items, shm_name_save_path)).ids)
+        return self._ids(request_of_ids(ids, media), shm_name_save_path)
 
-    def make(self, draft: Draft, path_file: Path | None) -> Prompt:
-        """Return the prompt of a draft from `prompts`. `Prompts.make` describes the errors."""
-        (prompt,) = self.run(self.prompts.make([draft], path_file))
-        return prompt
-
-    def _prompt(self, request: TokenizeRequest, path_file: str | Path | None) -> Prompt:
+    def _ids(self, request: TokenizeRequest, path_file: str | Path | None) -> torch.Tensor:
         recorded = _path_file(request.media, path_file)
-        return self.answer(structs.replace(request, path_file="" if recorded is None else str(recorded)))
+        request = structs.replace(request, path_file="" if recorded is None else str(recorded))
+        return torch.from_numpy(self.answer(request).ids)
 
     def answer(self, request: TokenizeRequest) -> Prompt:
-        """Return the prompt of `request`."""
-        (prompt,) = self.run(answer(self.prompts, [request]))
+        """Return the prompt of `request`. `Prompts.make` describes the errors."""
+        (prompt,) = self.run(self.prompts.make([request]))
         return prompt
 
     def close(self) -> None:

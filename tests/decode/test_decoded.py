@@ -16,11 +16,12 @@ from PIL import Image
 
 from mindie_mm.decode import decoders
 from mindie_mm.errors import FramesMiscounted, InputError, LimitExceeded, MediaError
-from mindie_mm.inputs import Embeddings, parse_inputs
+from mindie_mm.inputs import Embeddings
 from mindie_mm.media.video.encoded_video import EncodedVideo
 from mindie_mm.settings.config import MediaCaps
 from mindie_mm.shm import Arena, attach, release
 from mindie_mm.tokenize import Tokenizer
+from mindie_mm.tokenize.requests import request_of_items
 from tests.media_samples import encode_video, encoded, moving_frames, photograph
 from tests.models.test_qwen2_audio import TestQwen2Audio as _Qwen2Audio
 from tests.sound_samples import encode_sound, tone
@@ -51,9 +52,8 @@ class Pair:
 
     def prompt(self, tokenizer: Tokenizer, *items: dict[str, Any]) -> tuple[Any, list[Any]]:
         """Return the ids and spans of a prompt, and the digest and arrays of each of its blocks. Free the blocks."""
-        prompt = tokenizer.make(
-            tokenizer.prompts.draft_items(parse_inputs([{"text": "What?"}, *items])), self.path_file
-        )
+        request = request_of_items([{"text": "What?"}, *items], chat=False, path_file=str(self.path_file))
+        prompt = tokenizer.answer(request)
         blocks = []
         for ref in prompt.refs():
             with attach(ref) as view:

@@ -78,6 +78,7 @@ from mindie_mm.settings.config import EngineConfig, MediaCaps
 from mindie_mm.shm import Arena, release
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.prompt import Prompt, PromptOptions
+from mindie_mm.tokenize.requests import TokenizeRequest, request_of_items
 from mindie_mm.tokenize.stores import ARENA_BYTES
 from mindie_mm.tokenize.truncate import truncate
 from tests.media_samples import encode_video, encoded, moving_frames, photograph
@@ -833,9 +834,8 @@ class FamilyContract:
     def test_a_text_may_omit_special_tokens(self, path, tokenizer):
         encode = family_named(self.name).tokenizer(Checkpoint.open(path))
         for text in ("hello  world", " a", ""):
-            prompt = tokenizer.make(
-                tokenizer.prompts.draft_items([Text(text)], PromptOptions(add_special_tokens=False)), None
-            )
+            options = PromptOptions(add_special_tokens=False)
+            prompt = tokenizer.answer(TokenizeRequest(items=[Text(text)], chat=False, options=options))
             assert prompt.ids.tolist() == encode(text, add_special_tokens=False)["input_ids"]
 
     def test_a_raw_prompt_is_encoded_as_in_transformers(self, path, processor, tokenizer):
@@ -849,14 +849,14 @@ class FamilyContract:
         prefix, suffix = framed[:start], framed[start + len(bare) :]
         for text in (raw, f"{encode.bos_token or ''}{raw}", f"{raw}{encode.eos_token or ''}", "a red square"):
             ids = encode(text, add_special_tokens=False)["input_ids"]
-            drafts = [
-                tokenizer.prompts.draft_items([Text(text)], PromptOptions(add_special_tokens=add))
+            without, with_them = [
+                TokenizeRequest(items=[Text(text)], chat=False, options=PromptOptions(add_special_tokens=add))
                 for add in (False, True)
             ]
-            assert tokenizer.make(drafts[0], None).ids.tolist() == ids
+            assert tokenizer.answer(without).ids.tolist() == ids
             ids = ids if ids[: len(prefix)] == prefix else prefix + ids
             ids = ids if ids[len(ids) - len(suffix) :] == suffix else ids + suffix
-            assert tokenizer.make(drafts[1], None).ids.tolist() == processor.frame(ids, 0)
+            assert tokenizer.answer(with_them).ids.tolist() == processor.frame(ids, 0)
 
     @pytest.mark.parametrize("parse_special", [True, False])
     def test_the_text_of_a_raw_prompt_never_becomes_media(self, parse_special, path, processor, tokenizer):
@@ -886,11 +886,12 @@ class FamilyContract:
     @pytest.mark.representative
     def test_truncation_removes_whole_items(self, model, tokenizer, path_file):
         for items in self.prompts.values():
-            whole = tokenizer.make(tokenizer.prompts.draft_items(parse_inputs(items)), path_file)
+            whole = tokenizer.answer(request_of_items(items, chat=False, path_file=str(path_file)))
             for limit in {1, len(whole) // 2, len(whole) - 1} - {0}:
                 try:
                     options = PromptOptions(limit, truncate=True)
-                    prompt = tokenizer.make(tokenizer.prompts.draft_items(parse_inputs(items), options), path_file)
+                    request = request_of_items(items, chat=False, path_file=str(path_file), options=options)
+                    prompt = tokenizer.answer(request)
                 except ContextLengthExceeded:  # the last item alone is longer than the limit
                     continue
                 assert len(prompt) <= limit
@@ -905,7 +906,7 @@ class FamilyContract:
         control |= {index for one in placeholders for index in (*one.before, one.token, *one.after)}
         control |= {index for placeholder in placeholders for index in placeholder.control_ids}
         for name, items in self.prompts.items():
-            whole = tokenizer.make(tokenizer.prompts.draft_items(parse_inputs(items)), path_file)
+            whole = tokenizer.answer(request_of_items(items, chat=False, path_file=str(path_file)))
             # Tokens that surround every prompt, whatever items the prompt contains.
             around = {*encode("")["input_ids"], *processor.frame([], len(whole.spans))}
             first, last = whole.opening
@@ -934,7 +935,7 @@ class FamilyContract:
         for name, items in self.prompts.items():
             others = [{"text": f"{item['text']} {spelled} {spelled}"} if "text" in item else item for item in items]
             for given in () if self.unspelled else (items, others):
-                prompt = tokenizer.make(tokenizer.prompts.draft_items(parse_inputs(given)), path_file)
+                prompt = tokenizer.answer(request_of_items(given, chat=False, path_file=str(path_file)))
                 for item, span in zip(model.read(prompt.ids), prompt.spans, strict=True):
                     shape = item.shape
                     spelling = processor.spelling(shape.kind, shape.num_features, shape.grid)

@@ -23,6 +23,7 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.splice import plain_ids
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.prompt import PromptOptions
+from mindie_mm.tokenize.requests import TokenizeRequest
 from tests.models.contract import PICTURES, ExtremeShapes, FamilyContract, picture, refusals
 from tests.models.references import Reference as BaseReference
 from tests.models.small_checkpoints import TEXT, VISION, save_json, save_model, save_tokenizer
@@ -127,7 +128,7 @@ class TestGemma3(ExtremeShapes, FamilyContract):
         (tmp_path / "chat/chat_template.jinja").write_text(template)
         with Tokenizer.from_pretrained(tmp_path / "chat") as tokenizer:
             usual, repeated = (
-                tokenizer.make(tokenizer.prompts.draft_messages([Message("user", "0123")], True, {}, options), None).ids
+                tokenizer.answer(TokenizeRequest(messages=[Message("user", "0123")], options=options)).ids
                 for options in (PromptOptions(), PromptOptions(repeat_special_tokens=True))
             )
         assert repeated.tolist() == [usual[0], *usual]

@@ -21,7 +21,7 @@ from transformers import (
 
 from mindie_mm.engine.core import Engine
 from mindie_mm.errors import MediaError, UnsupportedCheckpoint
-from mindie_mm.inputs import Media, parse_inputs
+from mindie_mm.inputs import Media
 from mindie_mm.models import family_of, load_model
 from mindie_mm.models._phi4_multimodal_adapters import AdaptedLinear, AdapterChoice
 from mindie_mm.nn.checkpoint.directory import Checkpoint
@@ -30,6 +30,7 @@ from mindie_mm.settings.config import EngineConfig
 from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.prompt import PromptOptions
+from mindie_mm.tokenize.requests import request_of_items
 from tests.models.contract import NUM_TOKENS, ExtremeShapes, FamilyContract, picture, refusals, run
 from tests.models.references import Reference as BaseReference
 from tests.models.small_checkpoints import changed, save_json, save_model, save_tokenizer
@@ -205,10 +206,9 @@ class TestPhi4Multimodal(ExtremeShapes, FamilyContract):
 
     def test_a_clip_keeps_the_adapter_of_its_projector_when_the_image_is_truncated(self, model, tokenizer, path_file):
         tail = [{"audio": tone(1.53)}, {"text": "What is it?"}]
-        alone = tokenizer.make(tokenizer.prompts.draft_items(parse_inputs(tail)), path_file)
-        options = PromptOptions(len(alone) + 1, truncate=True)
-        draft = tokenizer.prompts.draft_items(parse_inputs([{"image": picture(30, 448)}, *tail]), options)
-        cut = tokenizer.make(draft, path_file)
+        alone = tokenizer.answer(request_of_items(tail, chat=False, path_file=str(path_file)))
+        options, items = PromptOptions(len(alone) + 1, truncate=True), [{"image": picture(30, 448)}, *tail]
+        cut = tokenizer.answer(request_of_items(items, chat=False, path_file=str(path_file), options=options))
         adapters = [model.positions(len(made), model.read(made.ids)).prompt[1, 0].item() for made in (alone, cut)]
         assert adapters == [2, 1]
 

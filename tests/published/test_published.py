@@ -31,6 +31,7 @@ from mindie_mm.settings.config import EngineConfig
 from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.prompt import PromptOptions
+from mindie_mm.tokenize.requests import TokenizeRequest
 from tests.models.contract import FamilyContract, media_texts, picture
 from tests.models.references import Reference
 from tests.published.checkpoints import ELSEWHERE, FOLDER, ONLY_CONFIGS, REFUSED, SIZES, write_small
@@ -114,8 +115,8 @@ def test_spelled_control_tokens_change_no_other_ids_and_raw_prompts_equal_transf
             return tokenizer.tokenize_chat([{"role": role, "content": texts[role][at]} for role, at in turns]).tolist()
 
         raw = "".join(f"{token} a {token}b" for token in sorted(tokens))
-        draft = tokenizer.prompts.draft_items([Text(raw)], PromptOptions(add_special_tokens=False))
-        assert tokenizer.make(draft, None).ids.tolist() == encode(raw, add_special_tokens=False)["input_ids"]
+        request = TokenizeRequest(items=[Text(raw)], chat=False, options=PromptOptions(add_special_tokens=False))
+        assert tokenizer.answer(request).ids.tolist() == encode(raw, add_special_tokens=False)["input_ids"]
         if not tokenizer.has_template:
             return
         neutral, other = chat("What it is?"), chat("What ## is?")

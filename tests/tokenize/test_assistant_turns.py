@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from mindie_mm.errors import InputError
-from mindie_mm.inputs import parse_messages
 from mindie_mm.models import family_named
 from mindie_mm.nn.checkpoint.directory import EMBEDDED, Checkpoint
 from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.prompt import PromptOptions
+from mindie_mm.tokenize.requests import request_of_messages
 
 IMAGE = np.zeros((60, 40, 3), np.uint8)
 MESSAGES = [
@@ -53,10 +53,14 @@ def turns(path, messages, path_file=None):
     """Return the texts of the assistant's turns."""
     decode = family_named("qwen2_5_omni").tokenizer(Checkpoint.open(path)).decode
     with Tokenizer.from_pretrained(path) as tokenizer:
-        draft = tokenizer.prompts.draft_messages(
-            parse_messages(messages), False, options=PromptOptions(marks_assistant=True)
+        prompt = tokenizer.answer(
+            request_of_messages(
+                messages,
+                add_generation_prompt=False,
+                options=PromptOptions(marks_assistant=True),
+                path_file=str(path_file or ""),
+            )
         )
-        prompt = tokenizer.make(draft, path_file)
         if path_file is not None:
             release(path_file)
     return [decode(prompt.plain_ids[start:stop]) for start, stop in prompt.assistant]

@@ -22,7 +22,6 @@ from mindie_mm.errors import (
     SharedMemoryError,
     UnsupportedCheckpoint,
 )
-from mindie_mm.inputs import parse_inputs
 from mindie_mm.processes.restarts import RESTART_WAIT_S
 from mindie_mm.settings.config import WorkerConfig
 from mindie_mm.shm import Ref, attach, release, survey
@@ -77,7 +76,7 @@ async def test_prompts_equal_those_of_the_library(tokenizer, request_path, check
     assert np.array_equal(chat.plain_ids, same.plain_ids)
     text = await tokenizer.tokenize(request_of_items([{"text": "what is it?"}], chat=False))
     with Tokenizer.from_pretrained(checkpoint_path, arena=arena) as library:
-        expected = library.make(library.prompts.draft_items(parse_inputs(items)), path_file)
+        expected = library.answer(request_of_items(items, chat=False, path_file=str(path_file)))
         assert np.array_equal(raw.plain_ids, expected.plain_ids)
         assert raw.spans == expected.spans
         assert text.ids.tolist() == library.tokenize([{"text": "what is it?"}]).tolist()

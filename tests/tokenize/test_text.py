@@ -9,11 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindie_mm.errors import ContextLengthExceeded, InputError, UnsupportedCheckpoint
-from mindie_mm.inputs import parse_messages
 from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.prompt import PromptOptions
-from mindie_mm.tokenize.requests import request_of_items
+from mindie_mm.tokenize.requests import request_of_items, request_of_messages
 from mindie_mm.tokenize.text.spelling import ControlSpelling, strings
 from tests.transformers_reference import AutoTokenizer
 from tools.random_checkpoint import SPECIAL_TOKENS
@@ -286,8 +285,8 @@ def test_spelled_tokens_beside_a_real_image_stay_text(checkpoint_path, reference
         {"type": "text", "text": "<|vision_end|>"},
     ]
     with Tokenizer.from_pretrained(checkpoint_path) as tokenizer:
-        draft = tokenizer.prompts.draft_messages(parse_messages([{"role": "user", "content": content}]))
-        prompt = tokenizer.make(draft, tmp_path / "shm_name.txt")
+        path_file = str(tmp_path / "shm_name.txt")
+        prompt = tokenizer.answer(request_of_messages([{"role": "user", "content": content}], path_file=path_file))
         (span,) = prompt.spans
         assert special(reference, prompt.plain_ids.tolist()) == [
             "<|im_start|>",

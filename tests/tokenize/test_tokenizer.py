@@ -23,7 +23,7 @@ from mindie_mm.errors import (
     MediaError,
     TokenOutOfRange,
 )
-from mindie_mm.inputs import parse_inputs, parse_messages, webui
+from mindie_mm.inputs import parse_messages, webui
 from mindie_mm.media.guard.caps import decoding_to_count
 from mindie_mm.media.video.encoded_video import EncodedVideo
 from mindie_mm.nn.pixels import normalize_patches, repeat_frames
@@ -31,6 +31,7 @@ from mindie_mm.settings.config import MediaCaps
 from mindie_mm.shm import Arena, Ref, attach, release
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.prompt import PromptOptions
+from mindie_mm.tokenize.requests import TokenizeRequest, request_of_items
 from tests import transformers_reference as reference
 from tests.media_samples import decode_all, encode_video, encoded, moving_frames, photograph
 
@@ -326,10 +327,17 @@ def test_a_prompt_with_too_many_items_is_refused_before_any_is_decoded(checkpoin
         Tokenizer.from_pretrained(checkpoint_path, limit_mm_per_prompt={"images": 2})
 
 
+def joined(items: list[dict], spool: Path, max_tokens: int = 0, *, truncate: bool = False) -> TokenizeRequest:
+    """Return the request for items that are joined without a template."""
+    return request_of_items(
+        items, chat=False, path_file=str(spool / "shm_name.txt"), options=PromptOptions(max_tokens, truncate=truncate)
+    )
+
+
 def test_a_long_prompt_is_refused_before_preprocessing(tokenizer, arena, spool):
-    items = parse_inputs([{"image": str(spool / "image" / "0.jpg")}, {"text": "what is it?"}])
+    items = [{"image": str(spool / "image" / "0.jpg")}, {"text": "what is it?"}]
     with pytest.raises(ContextLengthExceeded, match=r"the prompt has \d+ tokens; the limit is 20"):
-        tokenizer.make(tokenizer.prompts.draft_items(items, PromptOptions(20)), spool / "shm_name.txt")
+        tokenizer.answer(joined(items, spool, 20))
     assert not (spool / "shm_name.txt").exists()
     assert arena.num_blocks == 0
 
@@ -342,29 +350,29 @@ def test_a_rendered_prompt_beyond_the_limit_of_characters_is_refused(tmp_path):
     template = "{% for message in messages %}{{ message.content }}{{ tools|tojson }}{% endfor %}"
     (folder / "tokenizer_config.json").write_text(json.dumps(described | {"chat_template": template}))
     messages = parse_messages([{"role": "user", "content": "hello"}])
+
+    def request(tools: list[dict], options: PromptOptions) -> TokenizeRequest:
+        return TokenizeRequest(messages=messages, chat_template_kwargs={"tools": tools}, options=options)
+
     with Tokenizer.from_pretrained(folder) as tokenizer:
         few, many = ([{"n": [10**17] * times}] for times in (10, 20_000))
-        prompt = tokenizer.make(
-            tokenizer.prompts.draft_messages(messages, True, {"tools": few}, PromptOptions(4096)), None
-        )
-        assert len(prompt) > 100
+        assert len(tokenizer.answer(request(few, PromptOptions(4096)))) > 100
         for options in (PromptOptions(4096), PromptOptions(4096, truncate=True)):
             with pytest.raises(
                 ContextLengthExceeded, match=r"the prompt has \d{6} characters; the limit is .* at most 4096"
             ):
-                tokenizer.make(tokenizer.prompts.draft_messages(messages, True, {"tools": many}, options), None)
+                tokenizer.answer(request(many, options))
 
 
 def test_a_long_prompt_is_truncated_by_option(tokenizer, arena, spool):
     image = {"image": str(spool / "image" / "0.jpg"), "max_pixels": 8000}
-    items = parse_inputs([{"text": "old" * 50}, image, {"text": "middle"}, image, {"text": "what is it?"}])
-    whole = tokenizer.make(tokenizer.prompts.draft_items(items), spool / "shm_name.txt")
+    items = [{"text": "old" * 50}, image, {"text": "middle"}, image, {"text": "what is it?"}]
+    whole = tokenizer.answer(joined(items, spool))
     assert arena.num_blocks == 2
     release(spool / "shm_name.txt")
     first = whole.spans[0]
     for max_tokens in range(len(whole) - first.stop - 1, len(whole) - first.start + 2):
-        draft = tokenizer.prompts.draft_items(items, PromptOptions(max_tokens, truncate=True))
-        prompt = tokenizer.make(draft, spool / "shm_name.txt")
+        prompt = tokenizer.answer(joined(items, spool, max_tokens, truncate=True))
         assert len(prompt) <= max_tokens
         assert len(prompt.spans) == (2 if max_tokens >= len(whole) - first.start + 1 else 1)
         assert np.array_equal(prompt.plain_ids, whole.plain_ids[-len(prompt) :])

@@ -27,7 +27,6 @@ from mindie_mm.processes.ipc import Channel, ChildChannel, Failure, Lifeline, op
 from mindie_mm.processes.tasks import task_group
 from mindie_mm.settings.environment import fault_folder
 from mindie_mm.shm import Arena, collect
-from mindie_mm.tokenize.answer import answer
 from mindie_mm.tokenize.prompts import Prompts
 from mindie_mm.tokenize.stage.tokenizer_messages import (
     Cancel,
@@ -98,7 +97,7 @@ class Server:
                 given = asked.speech, Path(asked.folder), asked.max_bytes, asked.domain
                 reply = CutUp(number, await self._prompts.stage.cut(*given, always=asked.always))
             else:
-                reply = Tokenized.of(number, await answer(self._prompts, asked.requests))
+                reply = Tokenized.of(number, await self._prompts.make(asked.requests))
         except asyncio.CancelledError:
             if self._ending:  # the client sends the request again, as if this process had died
                 raise
