@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mindie_mm.settings.config import EngineConfig, WorkerConfig
     from mindie_mm.structured.outputs import StructuredOutputs
     from mindie_mm.tokenize.mindie_tokenizer import MindIETokenizer
+    from mindie_mm.tokenize.prompt import PlannedPrompt, PlannedSpan
     from mindie_mm.tokenize.tokenizer import Tokenizer
     from mindie_mm.worker.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from mindie_mm.worker.deltas import Delta
@@ -36,6 +37,8 @@ __all__ = [
     "MindIETokenizer",
     "MindieMMError",
     "Output",
+    "PlannedPrompt",
+    "PlannedSpan",
     "PoolingParams",
     "SamplingParams",
     "ScoreOutput",
@@ -63,6 +66,8 @@ _HOMES = {
     "MindIETokenizer": "mindie_mm.tokenize.mindie_tokenizer",
     "MindieMMError": "mindie_mm.errors",
     "Output": "mindie_mm.worker.llm",
+    "PlannedPrompt": "mindie_mm.tokenize.prompt",
+    "PlannedSpan": "mindie_mm.tokenize.prompt",
     "PoolingParams": "mindie_mm.worker.embedding",
     "SamplingParams": "mindie_mm.engine.requests.sampling_params",
     "ScoreOutput": "mindie_mm.worker.llm",

@@ -163,6 +163,17 @@ class RequestMedia(Writer):
         self._salts = dict(items)
         return await store.fill(prompts, [item for item, _ in items], path_file, self)
 
+    async def salted_digest(self, item: PlannedItem, salt: str) -> bytes:
+        """Return the digest of a planned item's content. Items with different salts have different digests."""
+        decoders, source = self._sources[item]
+        plan = item.plan
+        # Otherwise, a compromised decoder could store arrays of another shape under the digest of an honest item.
+        settings = f"{plan.settings}, {plan.num_features} features, grid {plan.grid}, {plan.specs}"
+        return await decoders.digest(settings, source, salt)
+
+    async def digest(self, item: PlannedItem) -> bytes:
+        return await self.salted_digest(item, self._salts[item])
+
     async def write(self, item: PlannedItem, arrays: Mapping[str, NDArray[Any]]) -> bytes:
         stage, (decoders, source) = self._stage, self._sources[item]
         kept = stage.store.preprocessed
@@ -170,10 +181,7 @@ class RequestMedia(Writer):
             await decoders.write(self._group, source, arrays)
             return b""
         num_bytes = sum(array.nbytes for array in arrays.values())
-        plan = item.plan
-        # Otherwise, a compromised decoder could store arrays of another shape under the digest of an honest item.
-        settings = f"{plan.settings}, {plan.num_features} features, grid {plan.grid}, {plan.specs}"
-        digest = await decoders.digest(settings, source, self._salts[item])
+        digest = await self.digest(item)
         if digest in kept and await off_loop(num_bytes, lambda: kept.copy(digest, arrays)):
             return digest
         await decoders.write(self._group, source, arrays)

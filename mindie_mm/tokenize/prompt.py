@@ -79,6 +79,31 @@ class Prompt:
         return len(self.ids)
 
 
+class PlannedSpan(MediaSpan, frozen=True, array_like=True, kw_only=True):
+    """The span of a media item that was planned from its header, without decoding it."""
+
+    num_features: int
+    """Number of features of the item."""
+    num_bytes: int
+    """Size of the item's preprocessed arrays in bytes."""
+    digest: bytes
+    """Digest of the item's content and preprocessing. The item's block has the same digest, and a block with another
+    content or other settings has another one."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlannedPrompt:
+    """Token ids and spans of a prompt whose media were not preprocessed."""
+
+    ids: NDArray[np.int64]
+    """int64 [T]. Each feature of a media item has a placeholder id. There are no handle words."""
+    spans: tuple[PlannedSpan, ...] = ()
+    """Spans of the media items, in order. They do not overlap."""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
 @dataclass(frozen=True, slots=True)
 class PromptOptions:
     """Options for making a prompt."""

@@ -28,7 +28,7 @@ from mindie_mm.tokenize.media_stage import MediaStage, RequestMedia
 from mindie_mm.tokenize.placeholders import expand as expand_items
 from mindie_mm.tokenize.placeholders import insert
 from mindie_mm.tokenize.planning import PlannedItem, Planner, text_placeholder
-from mindie_mm.tokenize.prompt import Prompt, PromptOptions
+from mindie_mm.tokenize.prompt import MediaSpan, PlannedPrompt, PlannedSpan, Prompt, PromptOptions
 from mindie_mm.tokenize.requests import TokenizeRequest
 from mindie_mm.tokenize.stores import Store
 from mindie_mm.tokenize.text.chat_template import as_dict
@@ -119,13 +119,39 @@ class Prompts:
             raise InputError(
                 f"prompts that are tokenized together must share one path file; found {sorted(path_files)}"
             )
-        pages = Pages(self.stage, requests[0].options.domain)
-        requests = [await pages.of(self._checked(request)) for request in requests]
+        requests = await self._with_pages(requests)
         try:
             return await self._make(requests)
         except FramesMiscounted:
             with decoding_to_count():
                 return await self._make(requests)
+
+    async def plan(self, requests: Sequence[TokenizeRequest]) -> list[PlannedPrompt]:
+        """Return the prompts of `requests` without preprocessing their media.
+
+        Only the headers of media are decoded, if they suffice. Media of other formats are decoded as far as counting
+        their tokens requires.
+
+        Raises:
+            InputError: A request or an item is invalid. Faults behind the header of a file are not noticed.
+            ContextLengthExceeded: A prompt is too long.
+
+        """
+        requests = await self._with_pages(requests)
+        async with self.stage.request(requests[0].options.domain) as media:
+            prompts, items = await self._planned(requests, media)
+            planned = iter(items)
+            return [
+                PlannedPrompt(
+                    prompt.ids, tuple([await _planned_span(media, span, *next(planned)) for span in prompt.spans])
+                )
+                for prompt in prompts
+            ]
+
+    async def _with_pages(self, requests: Sequence[TokenizeRequest]) -> list[TokenizeRequest]:
+        """Return checked requests, in which each document is replaced by its pages."""
+        pages = Pages(self.stage, requests[0].options.domain)
+        return [await pages.of(self._checked(request)) for request in requests]
 
     def _checked(self, request: TokenizeRequest) -> TokenizeRequest:
         """Check `request` without its media. Return it as messages if the chat template formats its items."""
@@ -326,6 +352,15 @@ class Prompts:
             texts.append(text)
             numbers[item.kind] += 1
         return markers, texts
+
+
+async def _planned_span(media: RequestMedia, span: MediaSpan, item: PlannedItem, salt: str) -> PlannedSpan:
+    return PlannedSpan(
+        *msgspec.structs.astuple(span),
+        num_features=item.plan.num_features,
+        num_bytes=sum(spec.nbytes for spec in item.plan.specs.values()),
+        digest=await media.salted_digest(item, salt),
+    )
 
 
 def _cut(prompt: Prompt, options: PromptOptions) -> Prompt:

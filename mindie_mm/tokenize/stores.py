@@ -48,6 +48,10 @@ class Writer(ABC):
         """Write the arrays of an item, and return the digest of its content, or b"" if the store keeps no digests."""
 
     @abstractmethod
+    async def digest(self, item: PlannedItem) -> bytes:
+        """Return the digest of an item's content without decoding the item."""
+
+    @abstractmethod
     def let_go(self) -> None:
         """Let other requests use the decoder that is reserved for this request, because it is going to wait."""
 

@@ -27,7 +27,7 @@ from mindie_mm.settings.limits import PromptLimits, converted
 from mindie_mm.settings.paths import absolute
 from mindie_mm.shm import PATH_FILE_NAME, Arena
 from mindie_mm.tokenize.mindie_stores import mindie_store
-from mindie_mm.tokenize.prompt import Prompt, PromptOptions
+from mindie_mm.tokenize.prompt import PlannedPrompt, Prompt, PromptOptions
 from mindie_mm.tokenize.prompts import Prompts
 from mindie_mm.tokenize.requests import TokenizeRequest, request_of_ids, request_of_items, request_of_messages
 from mindie_mm.tokenize.stores import ARENA_BYTES, ArenaStore, Preprocessed, ScriptStore, Store, WireName
@@ -201,16 +201,38 @@ class Tokenizer:
             InputError, ArenaFull, SharedMemoryError: The same conditions as in `tokenize`.
 
         """
-        require_switches(add_generation_prompt=add_generation_prompt, webui=webui)
-        if (tools := template_kwargs.get("tools")) is not None:
-            if not isinstance(tools, list | tuple):
-                raise InputError(f"tools is {type_of(tools)}; it must be a list of functions or dicts")
-            # Before escaping, because control tokens in docstrings are text.
-            template_kwargs["tools"] = [_described(tool) if callable(tool) else tool for tool in tools]
-        request = request_of_messages(
-            messages, webui=webui, add_generation_prompt=add_generation_prompt, chat_template_kwargs=template_kwargs
-        )
+        request = _chat(messages, add_generation_prompt, template_kwargs, webui=webui)
         return self._ids(request, shm_name_save_path)
+
+    def plan(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        webui: bool = False,
+        **template_kwargs: Any,
+    ) -> PlannedPrompt:
+        """Return the ids and spans that `tokenize_chat` would return, without preprocessing media.
+
+        Usually, only the headers of media are read, so that this takes a small part of the time of `tokenize_chat`, and
+        no shared memory. Files that are broken behind their header are not noticed.
+
+        Args:
+            messages: Messages as in OpenAI's chat API.
+            add_generation_prompt: Has the same meaning as in `tokenize_chat`.
+            webui: Has the same meaning as in `tokenize`.
+            template_kwargs: Has the same meaning as in `tokenize_chat`.
+
+        Returns:
+            Ids without handle words, and a span with size and digest for each media item.
+
+        Raises:
+            InputError: An input is invalid.
+
+        """
+        request = _chat(messages, add_generation_prompt, template_kwargs, webui=webui)
+        (planned,) = self.run(self.prompts.plan([request]))
+        return planned
 
     def tokenize_ids(
         self,
@@ -269,6 +291,21 @@ class Tokenizer:
             making.close()
             raise InputError("the tokenizer is closed")
         return run_alone(making) if self._loop is None else self._loop.run(making)
+
+
+def _chat(
+    messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, template_kwargs: dict[str, Any], *, webui: bool
+) -> TokenizeRequest:
+    """Parse the arguments of `tokenize_chat`."""
+    require_switches(add_generation_prompt=add_generation_prompt, webui=webui)
+    if (tools := template_kwargs.get("tools")) is not None:
+        if not isinstance(tools, list | tuple):
+            raise InputError(f"tools is {type_of(tools)}; it must be a list of functions or dicts")
+        # Before escaping, because control tokens in docstrings are text.
+        template_kwargs["tools"] = [_described(tool) if callable(tool) else tool for tool in tools]
+    return request_of_messages(
+        messages, webui=webui, add_generation_prompt=add_generation_prompt, chat_template_kwargs=template_kwargs
+    )
 
 
 def _described(function: Callable[..., Any]) -> dict[str, Any]:

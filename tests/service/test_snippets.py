@@ -112,6 +112,13 @@ def test_release_frees_the_blocks_of_tokenize(checkout: Path) -> None:
     assert names["release"]("shm_name.txt") == 0, "nothing is left to free"
 
 
+@pytest.mark.usefixtures("checkout")
+def test_a_plan_counts_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    names = run(snippet(PYTHON_PAGE, "python", "tokenizer.plan("))
+    (span,) = names["plan"].spans
+    assert capsys.readouterr().out.startswith(f"{len(names['plan'])} tokens\nimage {span.start} {span.stop} ")
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("copied_workers")
 def test_llm_answers_about_the_picture_of_the_ids(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:

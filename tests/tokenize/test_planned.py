@@ -1,0 +1,159 @@
+"""Tests of plans of prompts: ids, spans and digests from the headers of media."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mindie_mm.errors import InputError, MediaError
+from mindie_mm.shm import Ref, arenas_of, attach
+from mindie_mm.shm.format.item import ITEM
+from mindie_mm.tokenize import Tokenizer
+from tests.media_samples import encode_video, encoded, moving_frames, photograph
+
+
+def chat(*media: dict, text: str = "What is this?", **extra) -> list[dict]:
+    return [{"role": "user", "content": [*media, {"text": text}], **extra}]
+
+
+def upright(picture: Image.Image) -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return encoded(picture, exif=exif)
+
+
+CHATS = {
+    "text": (chat(), {}),
+    "jpeg": (chat({"image": encoded(photograph(size=(300, 200)))}), {}),
+    "turned": (chat({"image": upright(photograph(size=(300, 200)))}), {}),
+    "options": (chat({"image": encoded(photograph(size=(300, 200))), "min_pixels": 784, "max_pixels": 20_000}), {}),
+    "several": (
+        chat({"image": encoded(photograph(size=(90, 50)), "PNG")}, {"image": photograph("rocket.jpg", (64, 99))}),
+        {},
+    ),
+    "video": (chat({"video": encode_video(moving_frames(17))}, {"image": photograph(size=(60, 60))}), {}),
+    "frames": (chat({"video": moving_frames(6), "sample_fps": 2}), {"add_generation_prompt": False}),
+}
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_a_plan_has_the_ids_spans_sizes_and_digests_of_the_prompt(tokenizer, tmp_path, name):
+    messages, options = CHATS[name]
+    plan = tokenizer.plan(messages, **options)
+    ids = tokenizer.tokenize_chat(messages, tmp_path / "shm_name.txt", **options).numpy()
+    assert plan.ids.dtype == np.int64
+    assert len(plan) == len(ids)
+    assert (plan.ids == ids)[ids >= 0].all()
+    handles = ids[ids < 0]
+    assert len(handles) == 2 * len(plan.spans)
+    for span in plan.spans:
+        own = ids[span.start : span.stop]
+        assert (plan.ids[span.start : span.stop] == span.token).sum() == span.num_features
+        with attach(Ref.from_words(*own[own < 0].tolist())) as view:
+            assert view.digest == span.digest
+            assert span.num_bytes == sum(view[name].nbytes for name in view if name != ITEM)
+
+
+def test_a_plan_uses_no_shared_memory_and_writes_no_file(checkpoint_path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with Tokenizer.from_pretrained(checkpoint_path) as tokenizer:
+        plan = tokenizer.plan(CHATS["several"][0])
+        assert len(plan.spans) == 2
+        assert not [*arenas_of([os.getpid()])]
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_plan_with_decoder_processes_is_the_same(checkpoint_path, tokenizer):
+    with Tokenizer.from_pretrained(checkpoint_path, decoders=1) as sandboxed:
+        for messages in (CHATS["several"][0], CHATS["video"][0]):
+            ours, theirs = sandboxed.plan(messages), tokenizer.plan(messages)
+            assert ours.ids.tolist() == theirs.ids.tolist()
+            assert ours.spans == theirs.spans
+
+
+def test_equal_headers_have_equal_spans_but_other_digests(tokenizer):
+    one, other = (tokenizer.plan(chat({"image": picture(value)})) for value in (0, 255))
+    (first,), (second,) = one.spans, other.spans
+    assert (first.start, first.stop) == (second.start, second.stop)
+    assert first.digest != second.digest
+
+
+def picture(value: int) -> bytes:
+    return encoded(Image.new("RGB", (120, 80), (value, value, value)), "PNG")
+
+
+def test_a_plan_refuses_what_a_prompt_refuses(tokenizer):
+    with pytest.raises(MediaError, match=r"media item 0 \(image\)"):
+        tokenizer.plan(chat({"image": b"no image"}))
+    with pytest.raises(InputError, match="audio"):
+        tokenizer.plan(chat({"audio": b"RIFF"}))
+    with pytest.raises(InputError, match="tools is of type str"):
+        tokenizer.plan(chat(), tools="look")
+
+
+def jpeg(**options: object) -> bytes:
+    return encoded(photograph(size=(200, 120)), **options)
+
+
+def saved(mode: str, file_format: str, **options: object) -> bytes:
+    return encoded(photograph(size=(200, 120)).convert(mode), file_format, **options)
+
+
+UNDECODED = {
+    "JPEG": jpeg(),
+    "progressive JPEG": jpeg(progressive=True),
+    "JPEG with orientation": upright(photograph(size=(200, 120))),
+    "gray JPEG": saved("L", "JPEG"),
+    "CMYK JPEG": saved("CMYK", "JPEG"),
+    "PNG": saved("RGB", "PNG"),
+    "PNG with alpha": saved("RGBA", "PNG"),
+    "PNG with palette": saved("P", "PNG"),
+    "GIF": saved("P", "GIF"),
+    "BMP": saved("RGB", "BMP"),
+    "TIFF": saved("RGB", "TIFF", compression="tiff_deflate"),
+    "lossy WebP": saved("RGB", "WEBP"),
+    "JPEG 2000": saved("RGB", "JPEG2000"),
+    "PPM": saved("RGB", "PPM"),
+    "H.264": encode_video(moving_frames(17)),
+    "VP9": encode_video(moving_frames(9), container="webm", codec="libvpx-vp9"),
+}
+"""Media that are planned without decoding them."""
+UNCOUNTED = encode_video(moving_frames(9), codec="mpeg4")
+"""A video whose frames are counted by decoding, because its packets may hold several frames or none."""
+
+
+@pytest.fixture
+def no_decoding(monkeypatch) -> None:
+    """Make every decoder of images and videos raise an error in this process."""
+
+    def decode(*args: object, **options: object) -> None:
+        raise AssertionError("a plan decodes")
+
+    for place in (
+        *(
+            "PIL.ImageFile.ImageFile.load",
+            "PIL.GifImagePlugin.GifImageFile.load",
+            "PIL.TiffImagePlugin.TiffImageFile.load",
+        ),
+        *("PIL.WebPImagePlugin.WebPImageFile.load", "simplejpeg.decode_jpeg"),
+        "mindie_mm.media.video.encoded_video._stream_to_decode",
+        *(f"mindie_mm.media.image.{name}.decode" for name in ("anymap.Anymap", "heic.HeicImage")),
+    ):
+        monkeypatch.setattr(place, decode)
+
+
+@pytest.mark.parametrize("name", UNDECODED)
+@pytest.mark.usefixtures("no_decoding")
+def test_media_are_planned_without_decoding(tokenizer, name):
+    kind = "video" if name in {"H.264", "VP9"} else "image"
+    plan = tokenizer.plan(chat({kind: UNDECODED[name]}))
+    assert plan.spans[0].num_features > 1
+
+
+@pytest.mark.usefixtures("no_decoding")
+def test_a_plan_decodes_a_video_whose_frames_packets_do_not_count(tokenizer):
+    with pytest.raises(AssertionError, match="a plan decodes"):
+        tokenizer.plan(chat({"video": UNCOUNTED}))
