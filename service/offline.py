@@ -94,6 +94,10 @@ def generate_dataset(
         is_remote = isinstance(tokenized, str) and is_url(tokenized)
         dataset = Dataset(str(tokenized) if is_remote else local("tokenized", tokenized))
     settings = dataset.manifest.run.settings
+    if settings.plan:
+        raise InputError(
+            f"{dataset.folder} has no media, because it was tokenized with --plan; tokenize without --plan"
+        )
     config = config or WorkerConfig()
     of_engine: dict[str, Any] = {
         "device": device,

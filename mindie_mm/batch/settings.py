@@ -90,6 +90,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     assistant_spans: bool = False
     """Whether the ranges of the assistant's turns are recorded, for training. A conversation whose turns cannot be
     located fails."""
+    plan: bool = False
+    """Whether media are only planned from their headers. The run then has no arrays."""
     webui_images: bool = False
     """Whether texts may contain pictures in the format of text-generation-webui."""
     limit_mm_per_prompt: PromptLimits = {}

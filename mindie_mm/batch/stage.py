@@ -95,7 +95,7 @@ class Stage:
             self._columns[ASSISTANT] = pa.list_(pa.list_(pa.int64()))
         self._last = self._sources[0]
         self._memory = WriteBatchMemory()
-        self._store = _ShardStore()
+        self._store = _PlanStore() if settings.plan else _ShardStore()
         self._tokenizer = Tokenizer.from_pretrained(
             settings.model or None,
             self._store,
@@ -265,6 +265,16 @@ class _ShardStore(Store):
             self._file.roll_back(mark)
             self.stored.clear()
             raise
+        return [*prompts]
+
+
+class _PlanStore(_ShardStore):
+    """A store of digests without arrays, for a run that only plans its media."""
+
+    async def fill(
+        self, prompts: Sequence[Prompt], items: Sequence[PlannedItem], path_file: Path | None, writer: Writer
+    ) -> list[Prompt]:
+        self.stored += [(await writer.digest(item), []) for item in items]
         return [*prompts]
 
 

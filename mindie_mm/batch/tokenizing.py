@@ -58,6 +58,7 @@ def tokenize_dataset(
     keep_columns: str | Sequence[str] | Mapping[str, str] = (),
     whole_conversations: bool = False,
     assistant_spans: bool = False,
+    plan: bool = False,
     template: str = "",
     chat_template: bool = True,
     parse_special: Switch = "on",
@@ -96,6 +97,7 @@ def tokenize_dataset(
             a text such as "label,score=double".
         whole_conversations: Whether to keep the answers in conversations, for training.
         assistant_spans: Whether to record which tokens the assistant writes, for training.
+        plan: Whether to count tokens from the headers of media instead of preprocessing the media.
         template: Prompt for each item of a folder or tar file, with `{media}` where the item belongs.
         chat_template: Whether to apply the checkpoint's chat template to rows of items.
         parse_special: Whether control tokens in texts without a chat template are control tokens: "on" or "off".
@@ -142,6 +144,7 @@ def tokenize_dataset(
         "columns": _names("select_columns", select_columns),
         "whole_conversations": whole_conversations,
         "assistant_spans": assistant_spans,
+        "plan": plan,
         "template": template,
         "chat": chat_template,
         "parse_special": parse_special,

@@ -42,6 +42,9 @@ _LIMITS = {field.name for field in fields(MediaCaps)} - NO_DECODERS
 @click.option("--assistant-spans", is_flag=True,
               help="Record which tokens the assistant writes in conversations, for training. A conversation in which "
               "they cannot be located fails.")  # fmt: skip
+@click.option("--plan", is_flag=True,
+              help="Count tokens from the headers of media, without preprocessing the media. The run has ids and "
+              "places of media, but no arrays, so that no model can be run on it.")  # fmt: skip
 @click.option("--template", default="",
               help="Prompt for each item of a folder or tar file, with {media} where the item belongs.")  # fmt: skip
 @click.option("--chat-template/--no-chat-template", default=True, show_default=True,

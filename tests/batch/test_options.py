@@ -12,9 +12,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 from mindie_mm.batch import Dataset, tokenizing
+from mindie_mm.batch.output.sample import Sample
 from mindie_mm.batch.run import run_batch
 from mindie_mm.batch.settings import Settings
 from mindie_mm.cli import main
+from mindie_mm.errors import InputError
 from tests.batch.conftest import write_shards, written
 from tests.media_samples import encoded, photograph
 
@@ -60,6 +62,16 @@ def changed(now: Dataset, was: Dataset) -> list[int]:
     return [row for row, (one, other) in zip((HDR, TRANSPARENT), pixels, strict=True) if one != other]
 
 
+def counted(run: Dataset) -> list[object]:
+    """Return what a plan has of each row: ids, places and digests."""
+    records = [run.record(row) for row in range(len(run))]
+    return [(None if row.input_ids is None else row.input_ids.tolist(), row.spans, row.digests) for row in records]
+
+
+def has_arrays(sample: Sample) -> bool:
+    return any(map(bool, sample.arrays))
+
+
 EFFECTS: dict[str, tuple[tuple[object, ...], Callable[[Dataset, Dataset], bool]]] = {
     "shard-bytes": (("--shard-bytes", 1), lambda now, was: len(now.manifest.shards) > len(was.manifest.shards)),
     "max-tokens": (("--max-tokens", 100), lambda now, was: "100" in str(now[LONG].error) and was[LONG].error is None),
@@ -89,6 +101,7 @@ EFFECTS: dict[str, tuple[tuple[object, ...], Callable[[Dataset, Dataset], bool]]
         ("--limit-mm-per-prompt", "video=0"),
         lambda now, was: "video" in str(now[HDR].error) and now[LONG].error is None,
     ),
+    "plan": (("--plan",), lambda now, was: counted(now) == counted(was) and not any(map(has_arrays, now))),
     "limit": (("--limit", 2), lambda now, was: (len(now), len(was)) == (2, len(ROWS))),
 }
 
@@ -99,6 +112,16 @@ def test_an_option_of_tokenize_has_its_effect(option: str, tokenized: Callable[.
     was = tokenized()
     assert has_effect(tokenized(*given), was)
     assert not has_effect(was, was)
+
+
+def test_a_model_does_not_run_on_a_plan(tokenized: Callable[..., Dataset], tmp_path: Path) -> None:
+    planned = tokenized("--plan")
+    done = invoked("generate", "--tokenized", planned.folder, "--output", tmp_path / "answers.jsonl")
+    assert (done.exit_code, "has no media, because it was tokenized with --plan" in done.output) == (2, True), (
+        done.output
+    )
+    with pytest.raises(InputError, match="has no arrays, because its run was tokenized with --plan"):
+        planned[HDR].model_inputs()
 
 
 def test_an_unknown_family_and_a_folder_that_is_not_empty_are_refused(

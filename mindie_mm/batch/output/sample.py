@@ -135,5 +135,7 @@ class Sample:
         """Return the ids and the media items. Raise InputError if the row has an error."""
         if self.ids is None:
             raise InputError(f"row {self.row} has no ids, because it failed: {self.error}. Leave out such samples")
+        if self.spans and not all(self.arrays):
+            raise InputError(f"row {self.row} has no arrays, because its run was tokenized with --plan")
         located = zip(self.spans, self.arrays, strict=True)
         return self.ids, [SampleItem.of(self.ids, span, arrays) for span, arrays in located]
