@@ -34,6 +34,8 @@ typedef uint32_t stored_words __attribute__((vector_size(4 * LANES), aligned(1),
 typedef uint16_t stored_halves __attribute__((vector_size(2 * LANES), aligned(1), may_alias));
 
 #define INLINE static inline __attribute__((always_inline))
+/* Repeat a statement for 0 to a constant. The loop is unrolled, so that the compiler keeps arrays in registers. */
+#define EACH(i, count) _Pragma("GCC unroll 16") for (int i = 0; i < (count); i++)
 
 /* Formats of numbers. A number has 32 >> format bits. UINT4 has the first of two numbers in the low bits. */
 enum { FLOAT32, BFLOAT16, INT8, UINT4 };
@@ -41,8 +43,6 @@ enum { SILU, GELU_TANH };
 /* How a layer rounds its input: not at all, by the largest value of each row, or by constants from calibration. */
 enum { NONE, BY_LARGEST, CONSTANTS };
 
-/* Largest number of new tokens in a step. */
-#define MOST_ROWS 32
 /* Largest number of rows of a product that are multiplied at a time. */
 #define GROUP 8
 /* Number of tokens whose scores are computed at a time. */
@@ -75,7 +75,7 @@ struct layer {
 struct model {
     const struct layer *layers;
     const float *norm; /* [hidden] */
-    float *scratch;    /* as many numbers as `scratch_size` returns */
+    float *scratch;    /* [rows of the step, hidden + 2 * (heads + kv_heads) * head_dim + 3 * intermediate] */
     int64_t num_layers, hidden, heads, kv_heads, head_dim, intermediate;
     int64_t norms_late; /* whether `head_norm` follows the rotation */
     int64_t activation;
@@ -120,26 +120,10 @@ INLINE vector select_lanes(integers mask, vector yes, vector no) {
     return (vector)(((integers)yes & mask) | ((integers)no & ~mask));
 }
 
-/* Store a vector in the format of the cache. bfloat16 is rounded to the nearest, to even. */
-INLINE void store(void *numbers, int64_t place, vector values, int64_t format) {
-    void *target = (void *)address(numbers, place, format);
-    if (format == FLOAT32) {
-        store_floats(target, values);
-        return;
-    }
-    words bits = (words)values;
-    words rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    words not_a_number = bits >> 16 | 0x40; /* rounding could turn it into infinity */
-    rounded = (words)select_lanes(values != values, (vector)not_a_number, (vector)rounded);
-    *(stored_halves *)target = __builtin_convertvector(rounded, stored_halves);
-}
-
 /* Return the number of each lane. */
 INLINE integers lanes(void) {
     integers numbers;
-#pragma GCC unroll 16
-    for (int lane = 0; lane < LANES; lane++)
-        numbers[lane] = lane;
+    EACH(lane, LANES) numbers[lane] = lane;
     return numbers;
 }
 
@@ -159,8 +143,7 @@ INLINE vector look_up(const float *table, integers places) {
     return __builtin_shuffle(load_floats(table), load_floats(table + 8), places);
 #else
     vector found;
-    for (int lane = 0; lane < LANES; lane++)
-        found[lane] = table[places[lane]];
+    EACH(lane, LANES) found[lane] = table[places[lane]];
     return found;
 #endif
 }
@@ -254,10 +237,8 @@ INLINE void multiply_tile(
                 shifts[row] = __builtin_shuffle(load_floats(m->shifts + place), group_of);
         }
         for (int64_t k = start; k < start + span; k += chunk)
-#pragma GCC unroll 8
-            for (int part = 0; part < as.parts; part++) {
-#pragma GCC unroll 8
-                for (int row = 0; row < tile; row++) {
+            EACH(part, as.parts) {
+                EACH(row, tile) {
                     int64_t place = (first + row) * m->stride + k;
                     weights[row] = unpack(m, place, as, part);
                     if (as.has_groups)
@@ -265,27 +246,21 @@ INLINE void multiply_tile(
                     if (part == 0) /* of the next tile */
                         __builtin_prefetch(address(m->weights, place + tile * m->stride, as.format));
                 }
-#pragma GCC unroll 8
-                for (int b = 0; b < batch; b++) {
+                EACH(b, batch) {
                     vector input = load_floats(p->input + b * p->input_stride + k + part * LANES);
-#pragma GCC unroll 8
-                    for (int row = 0; row < tile; row++)
-                        sums[row][b] += weights[row] * input;
+                    EACH(row, tile) sums[row][b] += weights[row] * input;
                 }
             }
     }
-#pragma GCC unroll 8
-    for (int row = 0; row < tile; row++)
-#pragma GCC unroll 8
-        for (int b = 0; b < batch; b++) {
-            float *output = p->output + b * p->output_stride + first + row;
-            float sum = sum_lanes(sums[row][b]);
-            if (as.format == INT8 && !as.has_groups)
-                sum *= m->scales[first + row];
-            if (m->bias != NULL)
-                sum += m->bias[first + row];
-            *output = p->adds ? *output + sum : sum;
-        }
+    EACH(row, tile) EACH(b, batch) {
+        float *output = p->output + b * p->output_stride + first + row;
+        float sum = sum_lanes(sums[row][b]);
+        if (as.format == INT8 && !as.has_groups)
+            sum *= m->scales[first + row];
+        if (m->bias != NULL)
+            sum += m->bias[first + row];
+        *output = p->adds ? *output + sum : sum;
+    }
 }
 
 INLINE void multiply_tiles(
@@ -307,24 +282,21 @@ INLINE void multiply_tiles(
 /* Compute the outputs [first, last) of all rows of a product. */
 static void multiply_rows(const struct product *p, int64_t first, int64_t last) {
     const struct matrix *m = p->matrix;
-    const struct reading floats = {FLOAT32, 1}, pairs = {BFLOAT16, 2}, halves = {BFLOAT16, 1}, bytes = {INT8, 4};
-    const struct reading groups = {INT8, 4, true}, quarters = {UINT4, 8, true}, codes = {UINT4, 8, true, true};
-#define USE(reading) WITH_CONSTANT_ROWS(p->rows, multiply_tiles, p, first, last, reading)
-    if (m->format == FLOAT32) {
-        USE(floats)
-    } else if (m->format == BFLOAT16 && numbers_per_word(m) == 2) {
-        USE(pairs)
-    } else if (m->format == BFLOAT16) {
-        USE(halves)
-    } else if (m->format == INT8 && m->shifts == NULL) {
-        USE(bytes)
-    } else if (m->format == INT8) {
-        USE(groups)
-    } else if (m->codes == NULL) {
-        USE(quarters)
-    } else {
-        USE(codes)
-    }
+#define READ_AS(...) WITH_CONSTANT_ROWS(p->rows, multiply_tiles, p, first, last, ((struct reading){__VA_ARGS__}))
+    if (m->format == FLOAT32)
+        READ_AS(FLOAT32, 1)
+    else if (m->format == BFLOAT16 && numbers_per_word(m) == 2)
+        READ_AS(BFLOAT16, 2)
+    else if (m->format == BFLOAT16)
+        READ_AS(BFLOAT16, 1)
+    else if (m->format == INT8 && m->shifts == NULL)
+        READ_AS(INT8, 4)
+    else if (m->format == INT8)
+        READ_AS(INT8, 4, .has_groups = true)
+    else if (m->codes == NULL)
+        READ_AS(UINT4, 8, .has_groups = true)
+    else
+        READ_AS(UINT4, 8, .has_groups = true, .has_codes = true)
 }
 
 /* ---- Products on all threads ---- */
@@ -424,53 +396,48 @@ struct step {
     float *attended; /* [rows, heads, head_dim] */
 };
 
-/* Consecutive tokens of a KV block, and queries that attend to them. */
-struct tile {
-    const void *values;
-    int64_t stride, tokens, head_dim;
-    float scores[GROUP][TILE_TOKENS];
-    float corrections[GROUP]; /* factors of the output so far */
-    float *output;                /* [queries, head_dim] */
-};
-
-/* Add the values of a tile to the output, weighted by the scores. The last two arguments are constants. */
-INLINE void add_values(const struct tile *t, const int format, const int queries) {
-    for (int64_t i = 0; i < t->head_dim; i += LANES) {
+/* Add rows of a matrix to each output, weighted by the input. The last two arguments are constants. */
+INLINE void add_weighted_rows(const struct product *p, const int format, const int batch) {
+    const struct matrix *m = p->matrix;
+    for (int64_t i = 0; i < m->inputs; i += LANES) {
         vector sums[GROUP];
-#pragma GCC unroll 8
-        for (int q = 0; q < queries; q++)
-            sums[q] = load_floats(t->output + q * t->head_dim + i) * t->corrections[q];
-        for (int64_t token = 0; token < t->tokens; token++) {
-            vector value = load(t->values, token * t->stride + i, format);
-#pragma GCC unroll 8
-            for (int q = 0; q < queries; q++)
-                sums[q] += value * t->scores[q][token];
+        EACH(b, batch) sums[b] = load_floats(p->output + b * p->output_stride + i);
+        for (int64_t row = 0; row < m->outputs; row++) {
+            vector values = load(m->weights, row * m->stride + i, format);
+            EACH(b, batch) sums[b] += values * p->input[b * p->input_stride + row];
         }
-#pragma GCC unroll 8
-        for (int q = 0; q < queries; q++)
-            store_floats(t->output + q * t->head_dim + i, sums[q]);
+        EACH(b, batch) store_floats(p->output + b * p->output_stride + i, sums[b]);
     }
 }
 
-/* Replace the scores of a query by their exponentials relative to the largest score so far, and return their sum. */
-static float exponentiate(float *scores, int64_t tokens, float *largest, float *correction) {
+/* The attention of one query to the tokens so far. */
+struct attention {
+    float largest; /* score */
+    float sum;     /* of the exponentials of all scores relative to the largest */
+    float *output; /* [head_dim], the values weighted by these exponentials */
+};
+
+/* Replace the scores of further tokens by their exponentials. A larger score than before corrects `a`. */
+static void exponentiate(struct attention *a, int64_t head_dim, float *scores, int64_t tokens) {
     for (int64_t token = tokens; token % LANES != 0; token++)
         scores[token] = -INFINITY;
-    vector most = broadcast(*largest), sums = {0};
+    vector most = broadcast(a->largest), sums = {0};
     for (int64_t token = 0; token < tokens; token += LANES) {
         vector some = load_floats(scores + token);
         most = select_lanes(some > most, some, most);
     }
-    float before = *largest;
-    for (int lane = 0; lane < LANES; lane++)
-        *largest = most[lane] > *largest ? most[lane] : *largest;
-    *correction = exponential(broadcast(before - *largest))[0];
+    float largest = most[0];
+    EACH(lane, LANES) largest = most[lane] > largest ? most[lane] : largest;
+    float correction = exponential(broadcast(a->largest - largest))[0];
+    for (int64_t i = 0; correction != 1.0f && i < head_dim; i += LANES)
+        store_floats(a->output + i, load_floats(a->output + i) * correction);
     for (int64_t token = 0; token < tokens; token += LANES) {
-        vector some = exponential(load_floats(scores + token) - *largest);
+        vector some = exponential(load_floats(scores + token) - largest);
         store_floats(scores + token, some);
         sums += some;
     }
-    return sum_lanes(sums);
+    a->largest = largest;
+    a->sum = a->sum * correction + sum_lanes(sums);
 }
 
 /* Start to fetch rows of memory that are as wide, many and far from each other as the rows of `like`. */
@@ -493,38 +460,37 @@ static int64_t place_of(const struct step *s, int64_t row, int64_t token, int64_
 static void attend_queries(
     const struct step *s, int64_t row, int64_t kv_head, float *query, float *output, int64_t queries) {
     const struct batch *b = s->batch;
-    const int64_t head_dim = s->model->head_dim, stride = s->model->kv_heads * head_dim, length = b->lengths[row];
-    float largest[GROUP], sums[GROUP] = {0};
-    struct tile t = {.stride = stride, .head_dim = head_dim, .output = output};
+    const int64_t head_dim = s->model->head_dim, length = b->lengths[row];
+    struct attention attentions[GROUP];
+    float scores[GROUP * TILE_TOKENS];
+    struct matrix keys = {.inputs = head_dim, .stride = s->model->kv_heads * head_dim, .format = b->cache_format};
+    struct matrix values = keys;
+    struct product with_keys = {&keys, query, scores, queries, head_dim, TILE_TOKENS};
+    struct product with_values = {&values, scores, output, queries, TILE_TOKENS, head_dim};
     for (int64_t q = 0; q < queries; q++)
-        largest[q] = -INFINITY;
+        attentions[q] = (struct attention){-INFINITY, 0, output + q * head_dim};
     memset(output, 0, sizeof(float) * queries * head_dim);
     int64_t first = length > s->layer->window ? length - s->layer->window : 0;
-    for (int64_t token = first; token < length; token += t.tokens) {
+    for (int64_t token = first; token < length; token += keys.outputs) {
         int64_t place = place_of(s, row, token, kv_head);
-        t.tokens = least(least(b->block_size - token % b->block_size, length - token), TILE_TOKENS);
-        t.values = address(b->cache, place + b->cache_stride, b->cache_format);
-        const void *weights = address(b->cache, place, b->cache_format);
-        struct matrix keys = {
-            .weights = weights, .outputs = t.tokens, .inputs = head_dim, .stride = stride, .format = b->cache_format};
-        struct product scores = {&keys, query, t.scores[0], queries, head_dim, TILE_TOKENS};
-        fetch(t.values, &keys);
-        multiply_rows(&scores, 0, t.tokens);
-        if (token + t.tokens < length) /* the distance of the next tile is unknown to the processor */
-            fetch(address(b->cache, place_of(s, row, token + t.tokens, kv_head), b->cache_format), &keys);
-        for (int64_t q = 0; q < queries; q++) {
-            float sum = exponentiate(t.scores[q], t.tokens, &largest[q], &t.corrections[q]);
-            sums[q] = sums[q] * t.corrections[q] + sum;
-        }
-        if (b->cache_format == FLOAT32) {
-            WITH_CONSTANT_ROWS(queries, add_values, &t, FLOAT32)
-        } else {
-            WITH_CONSTANT_ROWS(queries, add_values, &t, BFLOAT16)
-        }
+        keys.outputs = least(least(b->block_size - token % b->block_size, length - token), TILE_TOKENS);
+        values.outputs = keys.outputs;
+        keys.weights = address(b->cache, place, b->cache_format);
+        values.weights = address(b->cache, place + b->cache_stride, b->cache_format);
+        fetch(values.weights, &keys);
+        multiply_rows(&with_keys, 0, keys.outputs);
+        if (token + keys.outputs < length) /* the distance of the next tile is unknown to the processor */
+            fetch(address(b->cache, place_of(s, row, token + keys.outputs, kv_head), b->cache_format), &keys);
+        for (int64_t q = 0; q < queries; q++)
+            exponentiate(&attentions[q], head_dim, scores + q * TILE_TOKENS, keys.outputs);
+        if (b->cache_format == FLOAT32)
+            WITH_CONSTANT_ROWS(queries, add_weighted_rows, &with_values, FLOAT32)
+        else
+            WITH_CONSTANT_ROWS(queries, add_weighted_rows, &with_values, BFLOAT16)
     }
     for (int64_t q = 0; q < queries; q++)
         for (int64_t i = 0; i < head_dim; i++)
-            output[q * head_dim + i] /= sums[q];
+            output[q * head_dim + i] /= attentions[q].sum;
 }
 
 /* Normalize and rotate a head of the queries or keys of a row in place. */
@@ -538,6 +504,17 @@ static void prepare_head(const struct step *s, int64_t row, int64_t head, float 
         rms_norm(values, weight, s->layer->head_eps, values, 1, m->head_dim);
 }
 
+/* Store a number in the cache. bfloat16 is rounded to the nearest, to even. */
+static void store(void *cache, int64_t place, float number, int64_t format) {
+    uint32_t bits, rounding;
+    memcpy(&bits, &number, sizeof(bits));
+    rounding = isnan(number) ? 0 : 0x7fff + (bits >> 16 & 1); /* could turn NaN into infinity */
+    if (format == FLOAT32)
+        ((float *)cache)[place] = number;
+    else
+        ((uint16_t *)cache)[place] = (uint16_t)((bits + rounding) >> 16 | (isnan(number) ? 0x40 : 0));
+}
+
 /* Store the new key and value of one row and one head, and compute the attention of the queries that share them. */
 static void attend_row(const struct step *s, int64_t row, int64_t kv_head) {
     const struct model *m = s->model;
@@ -547,9 +524,9 @@ static void attend_row(const struct step *s, int64_t row, int64_t kv_head) {
     float *key = heads + (m->heads + kv_head) * m->head_dim, *value = key + m->kv_heads * m->head_dim;
     prepare_head(s, row, m->heads + kv_head, key);
     int64_t place = place_of(s, row, s->batch->lengths[row] - 1, kv_head);
-    for (int64_t i = 0; i < m->head_dim; i += LANES) {
-        store(s->batch->cache, place + i, load_floats(key + i), format);
-        store(s->batch->cache, place + s->batch->cache_stride + i, load_floats(value + i), format);
+    for (int64_t i = 0; i < m->head_dim; i++) {
+        store(s->batch->cache, place + i, key[i], format);
+        store(s->batch->cache, place + s->batch->cache_stride + i, value[i], format);
     }
     for (int64_t head = first; head < last; head++) {
         float *query = heads + head * m->head_dim;
@@ -574,18 +551,9 @@ static void attend(const void *context, int chunk) {
 
 /* ---- The library's functions ---- */
 
-/* Write the sizes of the structures, by which the caller recognizes a library that another version was compiled from. */
-void structure_sizes(int64_t *sizes) {
-    sizes[0] = sizeof(struct matrix);
-    sizes[1] = sizeof(struct layer);
-    sizes[2] = sizeof(struct model);
-    sizes[3] = sizeof(struct batch);
-}
-
-/* Return how many numbers `model.scratch` must have. */
-int64_t scratch_size(const struct model *m) {
-    return MOST_ROWS * (m->hidden + 2 * (m->heads + m->kv_heads) * m->head_dim + 3 * m->intermediate);
-}
+/* Sizes of the structures, by which the caller recognizes a library that another version was compiled from. */
+const int64_t structure_sizes[] = {
+    sizeof(struct matrix), sizeof(struct layer), sizeof(struct model), sizeof(struct batch)};
 
 /* Run all layers and the final norm on `hidden`, [rows, hidden], in place. */
 void run_step(const struct model *m, const struct batch *batch, float *hidden, int threads) {

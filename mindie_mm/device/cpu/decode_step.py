@@ -24,7 +24,7 @@ from mindie_mm.device.choices import forced
 from mindie_mm.device.cpu.cpu_quantized import CPUQuantizedLinear, is_exact
 
 MOST_ROWS = 32
-"""Maximum number of new tokens in a compiled step, as in decode_step.c."""
+"""Maximum number of new tokens in a compiled step."""
 GROUP = 8
 """Number of rows that are multiplied at a time. More rows read the weights again."""
 _MULTIPLE = 16
@@ -150,7 +150,8 @@ class DecodeStep:
             activation=_activation(first.activation),
             eps=eps,
         )
-        self._model.scratch = self._floats(torch.empty(self._library.scratch_size(ctypes.byref(self._model))))
+        numbers = self._model.hidden + 2 * (first.num_heads + first.num_kv_heads) * first.head_dim
+        self._model.scratch = self._floats(torch.empty(MOST_ROWS, numbers + 3 * self._model.intermediate))
 
     def run(
         self,
@@ -290,8 +291,6 @@ def _load(name: str) -> Any:
     if not _is_of_this_version(loaded):
         return None
     pointer = ctypes.c_void_p
-    loaded.scratch_size.argtypes = (pointer,)
-    loaded.scratch_size.restype = ctypes.c_int64
     loaded.run_step.argtypes = (pointer, pointer, pointer, ctypes.c_int)
     loaded.run_step.restype = None
     loaded.run_linear.argtypes = (pointer, pointer, pointer, ctypes.c_int64, ctypes.c_int)
@@ -302,10 +301,9 @@ def _load(name: str) -> Any:
 def _is_of_this_version(loaded: ctypes.CDLL) -> bool:
     """Return whether a library has the structures of this module. Otherwise, a step could end the process."""
     structures = (_Matrix, _Layer, _Model, _Batch)
-    sizes = (ctypes.c_int64 * len(structures))()
     try:
-        loaded.structure_sizes(sizes)
-    except AttributeError:
+        sizes = (ctypes.c_int64 * len(structures)).in_dll(loaded, "structure_sizes")
+    except ValueError:
         return False
     return [*sizes] == [ctypes.sizeof(one) for one in structures]
 

@@ -4,19 +4,15 @@
  * has given no processor. An OpenMP region, in contrast, ends when its last thread has arrived.
  */
 
-#define _GNU_SOURCE
 #include "workers.h"
 
-#include <limits.h>
-#include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
+#include <semaphore.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 /* Number of pauses, about 50 microseconds, for which an idle thread waits before it sleeps. The phases of a step follow
  * each other faster than the system wakes a thread, but between two steps the processor belongs to others. */
@@ -32,7 +28,7 @@ static struct pool {
     chunk_function run; /* of the current phase; read only after a claim, and not changed until all are finished */
     const void *context;
     _Atomic int num_sleeping;
-    _Atomic uint32_t num_wakes; /* futex */
+    sem_t wake; /* all zeros are a semaphore of value 0 */
 } pool = {.entered = PTHREAD_MUTEX_INITIALIZER};
 
 /* A forked process has none of the threads. It starts its own on first use. */
@@ -64,18 +60,13 @@ static bool run_chunk(void) {
 static void *work(void *argument) {
     const int number = (int)(intptr_t)argument;
     for (;;) {
-        uint32_t num_wakes = atomic_load(&pool.num_wakes);
         for (int pauses = 0; pauses < IDLE_PAUSES && number < atomic_load(&pool.num_threads); pauses++) {
             while (run_chunk())
                 pauses = 0;
             pause_briefly();
         }
-        /* The caller looks for sleeping threads after it has opened a phase, and this thread for a phase after it has
-         * declared itself asleep, so at least one of them sees the other. */
-        atomic_fetch_add(&pool.num_sleeping, 1);
-        if (number >= atomic_load(&pool.num_threads) || !run_chunk())
-            syscall(SYS_futex, &pool.num_wakes, FUTEX_WAIT_PRIVATE, num_wakes, NULL, NULL, 0);
-        atomic_fetch_sub(&pool.num_sleeping, 1);
+        atomic_fetch_add(&pool.num_sleeping, 1); /* the next phase wakes it */
+        sem_wait(&pool.wake);
     }
     return NULL;
 }
@@ -113,10 +104,8 @@ void run_phase(chunk_function run, const void *context, int chunks) {
     atomic_store(&pool.num_finished, 0);
     uint64_t phase = (atomic_load(&pool.claims) >> 32) + 1;
     atomic_store(&pool.claims, phase << 32 | (uint64_t)chunks << 16);
-    if (atomic_load(&pool.num_sleeping) > 0) {
-        atomic_fetch_add(&pool.num_wakes, 1);
-        syscall(SYS_futex, &pool.num_wakes, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
-    }
+    for (int sleeping = atomic_exchange(&pool.num_sleeping, 0); sleeping > 0; sleeping--)
+        sem_post(&pool.wake);
     while (run_chunk())
         ;
     for (int pauses = 0; atomic_load(&pool.num_finished) < chunks; pauses++) {
