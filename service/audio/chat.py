@@ -57,7 +57,7 @@ def chat_body(body: TranscriptionBody, task: Task, traits: SpeechTraits, clip: P
         "return_token_ids": wants_tokens or None,
         "logprobs": wants_tokens or None,
     }
-    return chat_body_of(fields, {"max_tokens": "max_completion_tokens"})
+    return chat_body_of(fields)
 
 
 def first_token_body(body: TranscriptionBody, traits: SpeechTraits, clip: Path, ids: Sequence[int]) -> ChatBody:
@@ -73,7 +73,7 @@ def first_token_body(body: TranscriptionBody, traits: SpeechTraits, clip: Path, 
         "logprobs": True,
         "logprob_token_ids": [traits.no_speech_id],
     }
-    return chat_body_of(fields, {})
+    return chat_body_of(fields)
 
 
 def _plain(prompt: str, traits: SpeechTraits) -> str:

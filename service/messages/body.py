@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from mindie_mm.inputs import OFF
-from service.schemas.body import INT32_MAX, WHOLE, Array, Body, Fields, MaxTokens, NotServed, Stop, TopP
+from service.schemas.body import INT32_MAX, WHOLE, Array, Body, Fields, NotServed, Stop, TopP
 
 
 class Base64Source(Fields):
@@ -208,8 +208,9 @@ class PromptBody(Body):
 class MessagesBody(PromptBody):
     """POST /v1/messages."""
 
-    max_tokens: MaxTokens
-    """Maximum number of tokens to generate. It is reduced to the room in the model's context."""
+    max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX), WHOLE]
+    """Maximum number of tokens to generate. It is reduced to the room in the model's context. With 0, the prompt fills
+    the prefix cache, and nothing is generated."""
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: TopP | None = None

@@ -31,7 +31,12 @@ from service.schemas.openai_types import ChatBody
 _BILLING = "x-anthropic-billing-header"
 """Beginning of a text in which Claude Code reports usage. It differs in each request, so that no prefix would be
 cached, and it means nothing to a model."""
-_NAMES = {"response_format": "output_config.format", "stop": "stop_sequences"}
+_NAMES = {
+    "response_format": "output_config.format",
+    "stop": "stop_sequences",
+    "thinking_token_budget": "thinking.budget_tokens",
+    "reasoning_effort": "output_config.effort",
+}
 """Names of fields in Anthropic's API, by their names in a chat completion."""
 _MODES = {"auto": "auto", "any": "required", "none": "none"}
 
@@ -46,7 +51,7 @@ def chat_body(body: MessagesBody, messages: Sequence[dict[str, Any]]) -> ChatBod
     form = body.output_format or (body.output_config and body.output_config.format)
     fields = {
         "model": body.model,
-        "max_tokens": body.max_tokens,
+        "max_tokens": body.max_tokens or None,
         "stream": body.stream,
         "stream_options": {"include_usage": True, "continuous_usage_stats": True} if body.stream else None,
         "temperature": body.temperature,
@@ -57,7 +62,7 @@ def chat_body(body: MessagesBody, messages: Sequence[dict[str, Any]]) -> ChatBod
         "thinking_token_budget": body.thinking and body.thinking.budget_tokens,
         "parallel_tool_calls": False if body.tool_choice and body.tool_choice.disable_parallel_tool_use else None,
     }
-    return chat_body_of(fields | prompt_fields(body, messages), _NAMES)
+    return chat_body_of(fields | prompt_fields(body, messages))
 
 
 def prompt_fields(body: PromptBody, messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -67,7 +72,7 @@ def prompt_fields(body: PromptBody, messages: Sequence[dict[str, Any]]) -> dict[
     return {
         "messages": [*messages],
         "tools": [_tool(tool) for tool in body.tools or ()],
-        "tool_choice": _choice(body.tool_choice),
+        "tool_choice": _choice(body.tool_choice, has_tools=bool(body.tools)),
         "add_generation_prompt": not continues,
         "continue_final_message": continues,
         "chat_template_kwargs": {"enable_thinking": True} if thinks else None,
@@ -93,9 +98,14 @@ def _tool(tool: ClientTool) -> dict[str, Any]:
     return {"type": "function", "function": given | ({"strict": True} if tool.strict else {})}
 
 
-def _choice(choice: ToolChoice | None) -> Any:
+def _choice(choice: ToolChoice | None, *, has_tools: bool) -> Any:
     if choice is None:
         return None
+    if choice.type in ("any", "tool") and not has_tools:
+        raise InputError(
+            f"tool_choice.type is {choice.type!r}, but there are no tools; send tools, or leave tool_choice out",
+            param="tool_choice",
+        )
     if choice.type != "tool":
         return _MODES[choice.type]
     if choice.name is None:
@@ -109,7 +119,7 @@ def translated(body: PromptBody, *, takes_late_system: bool) -> Translated:
     Results of tools precede the other content of their message, because chat templates expect them directly after the
     calls. `takes_late_system` is the trait of the chat template.
     """
-    chat = Translated("messages", takes_late_system=takes_late_system, joins_turns=True)
+    chat = Translated("messages", _NAMES, takes_late_system=takes_late_system, joins_turns=True)
     texts = [block.text for block in body.system or () if not block.text.startswith(_BILLING)]
     if text := "\n".join(texts):
         chat.add({"role": "system"}, "system", [(text_part(text), "system")])

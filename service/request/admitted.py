@@ -162,9 +162,11 @@ class EventStream(Admitted):
         self._failed = failed
         self._last = last
         self._named = named
+        self._waiting = asyncio.Queue[bytes | None]()
+        """Events that have not been sent, and None behind the last one."""
 
     async def _answer(self, send: Callable[[bytes], Awaitable[None]]) -> bytes:
-        waiting: asyncio.Queue[bytes | None] = asyncio.Queue()
+        waiting = self._waiting
 
         async def make() -> None:
             try:
@@ -183,7 +185,8 @@ class EventStream(Admitted):
         return last_event(self._last)
 
     def _last_words(self, error: Exception) -> bytes:
-        return encoded(self._failed(error), named=self._named) + last_event(self._last)
+        waiting = [self._waiting.get_nowait() or b"" for _ in range(self._waiting.qsize())]
+        return b"".join(waiting) + encoded(self._failed(error), named=self._named) + last_event(self._last)
 
 
 def last_event(last: str | None) -> bytes:

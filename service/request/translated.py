@@ -14,6 +14,9 @@ from mindie_mm.errors import InputError
 from service.http.errors import mistakes_in_words
 from service.schemas.openai_types import ChatBody
 
+_TOOL = re.compile(r"\btools(\[\d+\]|\.\d+)\.function\b")
+"""Pattern of the name of a tool's function in error messages. In other APIs, a tool is the function itself."""
+_CHOICE = '"function": {"name": ...}'
 _PLACE = re.compile(r"\bmessages\[(\d+)\](?:\.content(?:\[(\d+)\])?)?")
 """Pattern of the name of a message, or of a part of its content, in error messages."""
 
@@ -40,17 +43,22 @@ class _Turn:
 class Translated:
     """Messages of a chat completion, with the place in the client's request that each of their parts comes from."""
 
-    def __init__(self, field: str, *, takes_late_system: bool, joins_turns: bool = False) -> None:
+    def __init__(
+        self, field: str, names: Mapping[str, str], *, takes_late_system: bool, joins_turns: bool = False
+    ) -> None:
         """Begin a chat.
 
         Args:
             field: Field of the client's request that contains the messages.
+            names: Names of other fields in the client's request, by their names in a chat completion.
             takes_late_system: Whether the chat template accepts system messages that follow other messages. If not,
                 their text becomes a part of the user's turn.
             joins_turns: Whether consecutive messages of the user, or of the assistant, are one message.
 
         """
-        self._field = field
+        self._fields = {**names, "messages": field}
+        distinct = [re.escape(name) for name in names if "_" in name]  # other names are ordinary words
+        self._name = re.compile(rf"\b(?:{'|'.join(distinct)})\b" if distinct else "(?!)")
         self._takes_late_system = takes_late_system
         self._joins_turns = joins_turns
         self._turns: list[_Turn] = []
@@ -89,13 +97,15 @@ class Translated:
 
     @contextmanager
     def naming_places(self) -> Iterator[None]:
-        """Name places of the client's request in an InputError about a message."""
+        """Name fields and places of the client's request in an InputError about the chat completion."""
         try:
             yield
         except InputError as error:
-            error.args = (_PLACE.sub(self._named, str(error)),)
-            if error.param == "messages":
-                error.param = self._field
+            text = _TOOL.sub(r"tools\1", _PLACE.sub(self._named, str(error)))
+            text = text.replace(_CHOICE, '"name": ...')
+            error.args = (self._name.sub(lambda match: self._fields[match[0]], text),)
+            if error.param is not None:
+                error.param = self._fields.get(error.param, error.param)
             raise
 
     def _named(self, match: re.Match[str]) -> str:
@@ -116,24 +126,12 @@ def _one_text(parts: Sequence[Part]) -> list[Part]:
     return [(text_part("".join(part["text"] for part, _ in parts)), parts[0][1])] if parts else []
 
 
-def chat_body_of(fields: dict[str, Any], names: Mapping[str, str]) -> ChatBody:
-    """Return the body of a chat completion.
-
-    Args:
-        fields: Fields of the body.
-        names: Names of fields in the client's request, by their names in a chat completion.
-
-    Raises:
-        InputError: A field is not valid.
-
-    """
+def chat_body_of(fields: dict[str, Any]) -> ChatBody:
+    """Return the body of a chat completion with these fields. Raise InputError if a field is not valid."""
     try:
         return ChatBody.model_validate(fields)
     except ValidationError as error:
-        mistakes: list[dict[str, Any]] = []
-        for mistake in error.errors():
-            first, *rest = mistake["loc"]
-            mistakes.append({**mistake, "loc": ("body", names.get(str(first), first), *rest)})
+        mistakes: list[dict[str, Any]] = [{**mistake, "loc": ("body", *mistake["loc"])} for mistake in error.errors()]
         raise InputError(mistakes_in_words(mistakes), param=str(mistakes[0]["loc"][1])) from error
 
 

@@ -156,10 +156,13 @@ class ResponseEvents:
         self.event("response.incomplete", response=self.response)
 
     def fail(self, message: str) -> dict[str, Any]:
-        """Return the last event of a response that failed."""
+        """Return the last event of a response that failed. No event precedes it, because the stream has ended."""
+        event = {"type": "response.failed", "sequence_number": self._sequence_number, "response": self.response}
+        self.send = lambda _: None
+        self._close("incomplete")
         self.response["status"] = "failed"
         self.response["error"] = {"code": "server_error", "message": message}
-        return {"type": "response.failed", "sequence_number": self._sequence_number, "response": self.response}
+        return event
 
     def event(self, kind: str, /, **given: Any) -> None:
         """Send an event of type `kind`."""

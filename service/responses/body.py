@@ -187,13 +187,23 @@ class AnyFormat(Fields):
     type: Literal["text"]
 
 
+class GrammarFormat(Fields):
+    """The input of a custom tool matches a regular expression."""
+
+    type: Literal["grammar"]
+    syntax: Literal["regex"]
+    """Grammars in Lark's syntax are not supported, because the input is written as a string in JSON."""
+    definition: str
+    """A regular expression in the syntax of Rust, which the whole input matches."""
+
+
 class CustomTool(Fields):
     """A tool that the client runs, whose input is a text."""
 
     type: Literal["custom"]
     name: str
     description: str | None = None
-    format: AnyFormat | None = None
+    format: Annotated[AnyFormat | GrammarFormat, Field(discriminator="type")] | None = None
 
 
 class Reasoning(Fields):

@@ -16,6 +16,7 @@ from service.responses.body import (
     FilePart,
     FunctionCallItem,
     FunctionOutputItem,
+    GrammarFormat,
     ImagePart,
     InputItem,
     MessageItem,
@@ -26,7 +27,11 @@ from service.responses.body import (
 )
 from service.schemas.openai_types import ChatBody
 
-_NAMES = {"response_format": "text.format", "max_completion_tokens": "max_output_tokens"}
+_NAMES = {
+    "response_format": "text.format",
+    "max_completion_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+}
 """Names of fields in the Responses API, by their names in a chat completion."""
 CUSTOM_INPUT = "input"
 """Name of the argument that has the input of a custom tool. The model calls the tool as a function."""
@@ -47,19 +52,29 @@ def chat_body(body: ResponsesBody, messages: Sequence[dict[str, Any]]) -> ChatBo
             "tool_choice": _choice(body.tool_choice),
             "parallel_tool_calls": body.parallel_tool_calls,
             "reasoning_effort": body.reasoning and body.reasoning.effort,
-            "response_format": body.text and body.text.format,
+            "response_format": _format(body),
             "stream": body.stream,
             "stream_options": {"include_usage": True} if body.stream else None,
             "cache_salt": body.cache_salt,
-        },
-        _NAMES,
+        }
     )
+
+
+def _format(body: ResponsesBody) -> dict[str, Any] | None:
+    form = body.text.format if body.text else None
+    if form and form.get("type") == "json_schema" and not form.keys() & {"schema", "json_schema", "value"}:
+        raise InputError("text.format.type is 'json_schema', which requires text.format.schema", param="text.format")
+    return form
 
 
 def _tool(tool: Any) -> dict[str, Any]:
     if isinstance(tool, CustomTool):
-        schema = {"type": "object", "properties": {CUSTOM_INPUT: {"type": "string"}}, "required": [CUSTOM_INPUT]}
+        text = {"type": "string"}
+        if isinstance(tool.format, GrammarFormat):
+            text["pattern"] = f"^(?:{tool.format.definition})$"
+        schema = {"type": "object", "properties": {CUSTOM_INPUT: text}, "required": [CUSTOM_INPUT]}
         function: dict[str, Any] = {"name": tool.name, "description": tool.description, "parameters": schema}
+        function |= {"strict": True} if "pattern" in text else {}
     else:
         function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
         function |= {"strict": True} if tool.strict else {}
@@ -86,7 +101,7 @@ def translated(
         InputError: A file has no content.
 
     """
-    chat = Translated("input", takes_late_system=takes_late_system)
+    chat = Translated("input", _NAMES, takes_late_system=takes_late_system)
     if instructions:
         chat.add({"role": "system"}, "instructions", [(text_part(instructions), "instructions")])
     turn = _Turn(chat)

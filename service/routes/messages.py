@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import msgspec
 from fastapi import APIRouter
 from starlette.responses import Response
 
@@ -31,7 +32,10 @@ async def messages(body: MessagesBody, incoming: IncomingDep) -> Response:
     """Answer a chat in the format of Anthropic's Messages API. Stream the answer on request."""
     pass_over_fields(body.unknown, strict=incoming.service.config.strict)
     given = translated(body, takes_late_system=incoming.service.chat_dialect.traits.takes_late_system)
-    chat = chat_of(chat_body(body, given.messages), incoming, prefix=_PREFIX, cut_max_tokens=True)
+    with given.naming_places():
+        chat = chat_of(chat_body(body, given.messages), incoming, prefix=_PREFIX, cut_max_tokens=True)
+    if body.max_tokens == 0:  # a chat completion has no such limit
+        chat = replace(chat, call=replace(chat.call, params=msgspec.structs.replace(chat.call.params, max_tokens=0)))
     responder = _Message(chat.call, chat, body, given)
     return incoming.answered(responder, stream=body.stream, last=None, named=True)
 
@@ -41,8 +45,9 @@ async def count_tokens(body: PromptBody, incoming: IncomingDep) -> Response:
     """Return the number of tokens of a prompt in the format of Anthropic's Messages API."""
     pass_over_fields(body.unknown, strict=incoming.service.config.strict)
     given = translated(body, takes_late_system=incoming.service.chat_dialect.traits.takes_late_system)
-    fields = {"model": body.model} | prompt_fields(body, given.messages)
-    count = tokenizing(TokenizeBody.model_validate(fields), incoming)
+    with given.naming_places():
+        fields = {"model": body.model} | prompt_fields(body, given.messages)
+        count = tokenizing(TokenizeBody.model_validate(fields), incoming)
 
     async def answer() -> TokenCount:
         with given.naming_places():

@@ -50,7 +50,8 @@ async def responses(body: ResponsesBody, incoming: IncomingDep) -> Response:
     items = await with_stored_files(talk.items, incoming)
     given = translated(body.instructions, items, takes_late_system=late)
     prefix = f"resp_{incoming.service.replica}_" if incoming.service.replica else "resp_"
-    chat = chat_of(chat_body(body, given.messages), incoming, prefix=prefix, cut_max_tokens=True)
+    with given.naming_places():
+        chat = chat_of(chat_body(body, given.messages), incoming, prefix=prefix, cut_max_tokens=True)
     stored = store.is_on and body.store is not False
     response = begun(body, chat.call.id, int(time.time()), incoming.service.model_name, stored=stored)
     _require_text([response, talk.new])
@@ -109,7 +110,10 @@ class _Response(Responder):
         self._store()
 
     def failed(self, error: Exception) -> Mapping[str, object]:
-        return self.events.fail(error_object(error)["error"]["message"])
+        """Store the response as failed, because its client has its id. Return the last event."""
+        event = self.events.fail(error_object(error)["error"]["message"])
+        self._store()
+        return event
 
     def _store(self) -> None:
         response = self.events.response

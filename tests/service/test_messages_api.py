@@ -225,6 +225,22 @@ def test_max_tokens_is_reduced_to_the_context(http: httpx2.Client) -> None:
     assert ask(http, HELLO, max_tokens=128_000)["stop_reason"] == "end_turn"
 
 
+@pytest.mark.parametrize("changes", [{}, {"tools": [TOOL], "tool_choice": {"type": "any"}}])
+def test_max_tokens_of_zero_fills_the_prefix_cache(http: httpx2.Client, changes: dict[str, Any]) -> None:
+    given = {"model": "tiny", "messages": HELLO, "system": f"Be brief {len(changes)}. " * 20} | changes
+    whole = http.post("/v1/messages", json=given | {"max_tokens": 0}).json()
+    assert (whole["content"], whole["stop_reason"], whole["usage"]["output_tokens"]) == ([], "max_tokens", 0)
+    assert whole["usage"]["cache_read_input_tokens"] == 0
+    stream = parsed(http.post("/v1/messages", json=given | {"max_tokens": 0, "stream": True}).text)
+    assert [event["type"] for event in stream if event["type"] != "ping"] == [
+        "message_start",
+        "message_delta",
+        "message_stop",
+    ]
+    later = http.post("/v1/messages", json=given | {"max_tokens": 1}).json()["usage"]
+    assert later["cache_read_input_tokens"] > 50
+
+
 def test_a_call_that_is_cut_off_is_left_out(http: httpx2.Client) -> None:
     answer = ask(http, HELLO, tools=[TOOL], tool_choice={"type": "any"}, max_tokens=30)
     assert (answer["content"], answer["stop_reason"]) == ([], "max_tokens")
@@ -272,12 +288,14 @@ def test_thinking_has_a_block_of_its_own() -> None:
         ({"messages": [{"role": "tool", "content": "a"}]}, 400, "invalid_request_error", "role"),
         ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, 400, "invalid_request_error", "'video'"),
         ({"messages": [{"role": "user", "content": []}]}, 400, "invalid_request_error", "messages[0].content is empty"),
-        ({"max_tokens": 0}, 400, "invalid_request_error", "max_tokens"),
+        ({"max_tokens": -1}, 400, "invalid_request_error", "max_tokens"),
         ({"max_tokens": None}, 400, "invalid_request_error", "max_tokens"),
         ({"model": "gpt"}, 404, "not_found_error", "'gpt'"),
         ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, 400, "invalid_request_error", "web_search"),
         ({"tool_choice": {"type": "tool"}, "tools": [TOOL]}, 400, "invalid_request_error", "tool_choice.name"),
-        ({"tool_choice": {"type": "any"}}, 400, "invalid_request_error", "tools"),
+        ({"tool_choice": {"type": "any"}}, 400, "invalid_request_error", "tool_choice.type is 'any', but"),
+        ({"tools": [TOOL, TOOL]}, 400, "invalid_request_error", "tools[1].name is "),
+        ({"tools": [TOOL | {"name": ""}]}, 400, "invalid_request_error", "tools[0].name has 0 characters"),
         ({"mcp_servers": [{"name": "m"}]}, 400, "invalid_request_error", "mcp_servers"),
         (
             {

@@ -1,7 +1,9 @@
 """Tests for OpenAI's Responses API."""
 
 import json
+import re
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -15,9 +17,12 @@ from service.responses.answer import ResponseEvents, begun
 from service.responses.body import ResponsesBody
 from tests.service.test_messages_api import parsed
 from tests.service.test_tool_calls import WEATHER
+from tests.warm import running_service
 
 TOOL = {"type": "function", "name": "get_weather", "parameters": WEATHER}
 RUN = {"type": "custom", "name": "run", "description": "Runs code."}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string", "minLength": 20_000}}, "required": ["a"]}
+LONG: Any = {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}}
 USED = {
     "prompt_tokens": 5,
     "completion_tokens": 9,
@@ -25,6 +30,11 @@ USED = {
     "prompt_tokens_details": {"cached_tokens": 2},
     "completion_tokens_details": {"reasoning_tokens": 3},
 }
+
+
+def ranged(expression: str, syntax: str = "regex") -> dict[str, Any]:
+    """Return a custom tool whose input matches a regular expression."""
+    return RUN | {"format": {"type": "grammar", "syntax": syntax, "definition": expression}}
 
 
 def ask(http: httpx2.Client, **changes: Any) -> dict[str, Any]:
@@ -128,6 +138,30 @@ def test_a_stream_is_the_response_in_pieces(http: httpx2.Client, changes: dict[s
         text = "".join(token["token"] for token in tokens)
         assert text.removesuffix("<|im_end|>") == whole["output"][0]["content"][0]["text"]
         assert {len(token["top_logprobs"]) for token in tokens} == {changes.get("top_logprobs", 0)}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "custom", "name": "run"}])
+def test_the_input_of_a_custom_tool_matches_its_regular_expression(http: httpx2.Client, choice: Any) -> None:
+    expression = r'[a-c]{2}"\\[0-9]{3}|é{4}'
+    (call,) = ask(http, tools=[ranged(expression)], tool_choice=choice, max_output_tokens=60)["output"]
+    assert call["type"] == "custom_tool_call"
+    assert re.fullmatch(expression, call["input"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "foo"}}}}, "text.format"),
+        ({"text": {"format": {"type": "json_schema", "name": "a", "schema": 5}}}, "text.format"),
+        ({"tools": [TOOL, TOOL]}, "tools"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "ftp://a"}]}]}, "input"),
+        ({"input": "a" * 20_000}, "input"),
+    ],
+)
+def test_errors_name_the_fields_of_the_request(http: httpx2.Client, changes: dict[str, Any], param: str) -> None:
+    error = http.post("/v1/responses", json={"input": "Hello!"} | changes).json()["error"]
+    assert error["param"] == param
+    assert not re.search(r"response_format|\.function\b|messages", error["message"]), error
 
 
 def test_the_answer_is_that_of_a_chat(client: openai.OpenAI, red_square: str) -> None:
@@ -247,9 +281,7 @@ def test_a_conversation_continues_from_stored_responses(client: openai.OpenAI, r
 
 
 def test_a_running_response_can_be_cancelled(client: openai.OpenAI) -> None:
-    stream = client.responses.create(
-        model="tiny", input="Hello!", stream=True, extra_body={"temperature": 2.0}, max_output_tokens=3000
-    )
+    stream = client.responses.create(model="tiny", input="Hello!", stream=True, text=LONG, max_output_tokens=3000)
     response_id = next(iter(stream)).response.id  # type: ignore[union-attr]
     assert client.responses.cancel(response_id).status == "cancelled"
     *_, last = stream
@@ -274,8 +306,13 @@ def test_a_running_response_can_be_cancelled(client: openai.OpenAI) -> None:
         ({"conversation": "conv_0"}, 400, "conversation"),
         ({"tools": [{"type": "web_search"}]}, 400, "'web_search'"),
         ({"tools": [{"type": "custom", "name": "a", "format": {"type": "grammar"}}]}, 400, "format"),
+        ({"tools": [ranged("start: /a/", "lark")]}, 400, "tools.0.custom.format.grammar.syntax"),
+        ({"tools": [ranged("(")], "tool_choice": "required"}, 400, "the parameters of a tool are not supported"),
+        ({"tools": [TOOL | {"name": ""}]}, 400, "tools[0].name has 0 characters"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function"}}, 400, '{"type": "function", "name": ...}'),
         ({"tool_choice": "required"}, 400, "tools"),
         ({"text": {"format": {"type": "yaml"}}}, 400, "text.format"),
+        ({"text": {"format": {"type": "json_schema", "name": "a"}}}, 400, "requires text.format.schema"),
         ({"input": [{"type": "reasoning"}] * 5000}, 400, "5000 items; the limit is 4096"),
         ({"tools": [{**TOOL, "parameters": {"properties": {"\ud800": {}}}}]}, 400, "surrogate"),
         ({"max_output_tokens": 0}, 400, "max_output_tokens"),
@@ -288,6 +325,24 @@ def test_bad_input_is_refused(http: httpx2.Client, changes: dict[str, Any], stat
         body = json.dumps({"model": "tiny", "input": "Hello!", "stream": stream} | changes)
         answer = http.post("/v1/responses", content=body, headers={"Content-Type": "application/json"})
         assert (answer.status_code, words in answer.json()["error"]["message"]) == (status, True), answer.text
+
+
+@pytest.mark.slow
+def test_a_response_whose_stream_fails_is_stored_as_failed(settings: dict[str, object], tmp_path: Path) -> None:
+    given = settings | {"spool": tmp_path / "spool", "request_timeout_s": 0.5}
+    body = {"input": "Hello!", "stream": True, "text": LONG, "max_output_tokens": 3000}
+    with running_service(given, tmp_path / "log") as running, httpx2.Client(base_url=running.url, timeout=300) as http:
+        while (answer := http.post("/v1/responses", json=body)).status_code == 504:  # the first event took too long
+            assert http.get("/health").status_code == 200
+        *stream, last = parsed(answer.text)
+        response = last["response"]
+        assert (last["type"], last["sequence_number"]) == ("response.failed", len(stream))
+        assert (response["status"], response["error"]["code"]) == ("failed", "server_error")
+        assert "took longer than" in response["error"]["message"]
+        assert [item["status"] for item in response["output"]] == ["incomplete"]
+        assert response["output"][0]["content"][0]["text"]
+        assert http.get(f"/v1/responses/{response['id']}").json() == response
+        assert http.delete(f"/v1/responses/{response['id']}").status_code == 200
 
 
 def test_nothing_follows_the_end_of_a_cancelled_response(client: openai.OpenAI, http: httpx2.Client) -> None:
@@ -335,7 +390,7 @@ def test_developer_and_system_messages_become_one_that_leads(http: httpx2.Client
 
 
 def test_a_template_without_late_system_messages_gets_their_text_from_the_user() -> None:
-    chat = Translated("messages", takes_late_system=False, joins_turns=True)
+    chat = Translated("messages", {}, takes_late_system=False, joins_turns=True)
     for role, text in (("user", "a"), ("system", "b"), ("user", "c"), ("assistant", "d"), ("assistant", "e")):
         chat.add({"role": role}, role, [(text_part(text), text)])
     assert [message["role"] for message in chat.messages] == ["user", "assistant"]
