@@ -33,6 +33,7 @@ SETTINGS: dict[str, object] = {
     "encoder_cache_bytes": 0,
     "prefix_caching": False,
     "grace_s": 0.2,
+    "pooling": "mean",  # embeddings and scores are answered, too
     "max_num_batched_tokens": 24,  # each prompt is prefilled in chunks, also alone
     "request_timeout_s": DEADLINE_S,
 }

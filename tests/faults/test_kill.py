@@ -12,6 +12,8 @@ import httpx2
 import openai
 import pytest
 
+from mindie_mm.shm import survey
+from tests.sound_samples import encode_sound, tone
 from tests.warm import running_service
 from tests.watching import metric, wait_until
 from tools.fault_matrix import run
@@ -172,6 +174,79 @@ def test_streamed_calls_continue_if_the_engine_dies(rig: Rig) -> None:
             assert [answer.result() for answer in answers] == undisturbed
     assert all(one.startswith('{"text": "') and len(one) > 400 for one in undisturbed)
     assert rig.whole()["engine"] != engine
+
+
+MIDDLE = Point("api", "sent")
+"""The engine has a request whose media are in the spool and in shared memory."""
+
+
+def image(rig: Rig) -> dict[str, Any]:
+    return rig.picture("red", (220, 40, 40), "square")
+
+
+def asked(rig: Rig, path: str) -> Any:
+    """Send a request with a new image, or with sound, and return what its answer says."""
+    part = image(rig)
+    url = part["image_url"]["url"]
+    chat = {"messages": [{"role": "user", "content": [part]}]}
+    document = {"content": [part]}
+    source = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/responses": {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": url}]}]},
+        "/v1/messages": {
+            "max_tokens": 9,
+            "messages": [{"role": "user", "content": [{"type": "image", "source": source}]}],
+        },
+        "/v1/embeddings": chat,
+        "/v1/rerank": {"query": "What is red?", "documents": [document, "a blue circle"]},
+        "/v1/score": {"text_1": "What is red?", "text_2": [document, "a blue circle"]},
+    }
+    form: dict[str, Any] = {"json": bodies.get(path)}
+    if path not in bodies:
+        form = {"files": {"file": encode_sound(tone(2), 16_000)}, "data": {"model": "tiny"}}
+    answer = httpx2.post(f"{rig.service.url}{path}", timeout=DEADLINE_S, **form)
+    assert answer.status_code == 200, answer.text
+    said = answer.json()
+    if path == "/v1/embeddings":
+        return said["data"][0]["embedding"]
+    if path in ("/v1/rerank", "/v1/score"):
+        return [one.get("relevance_score", one.get("score")) for one in said.get("results", said.get("data"))]
+    if path.startswith("/v1/audio"):
+        return said["text"]
+    return (said["content"] if path == "/v1/messages" else said["output"][0]["content"])[0]["text"]
+
+
+@pytest.mark.slow  # the shorter suite kills the service in the middle of chats
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/embeddings",
+        "/v1/rerank",
+        "/v1/score",
+        "/v1/audio/transcriptions",
+        "/v1/audio/translations",
+    ],
+)
+def test_a_service_killed_in_the_middle_of_a_request_leaves_what_the_next_start_removes(rig: Rig, path: str) -> None:
+    rig.require(1)
+    rig.whole()
+    undisturbed = asked(rig, path)
+    assert rig.service.wait_until_free()["blocks"] == 0
+    rig.trigger(MIDDLE).touch()
+    with pytest.raises(httpx2.HTTPError):
+        asked(rig, path)
+    rig.service.process.wait(DEADLINE_S)
+    assert rig.left_in_spool()
+    rig.close()
+    rig.whole()
+    assert rig.left_in_spool() == []
+    assert all(arena.alive for arena in survey())
+    found = asked(rig, path)
+    assert found == (undisturbed if isinstance(found, str) else pytest.approx(undisturbed, abs=1e-4))
+    assert rig.service.wait_until_free()["blocks"] == 0
 
 
 def test_every_process_has_a_dozen_points() -> None:
