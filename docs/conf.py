@@ -6,6 +6,14 @@ project = "mindie_mm"
 author = "the authors of mindie_mm"
 html_theme = "furo"
 html_title = "mindie_mm"
+html_show_copyright = False
+html_favicon = "../service/static/icon.svg"
+html_static_path = ["site"]
+html_css_files = ["site.css"]
+html_js_files = ["copy.js"]
+templates_path = ["site"]
+# The home page is docs/index.html, because the source folder is the root of the repository.
+html_additional_pages = {"index": "redirect.html"}
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 # The root of the repository is the source folder, so that README.md and results of measurements are pages, too.
 include_patterns = ["*.md", "docs/*.md", "docs/decisions/*.md", "bench/results/*.md", "examples/*/README.md"]

@@ -144,17 +144,6 @@ def test_the_shared_memory_example_runs(tmp_path: Path, monkeypatch: pytest.Monk
     assert not list(Path("request").iterdir())
 
 
-def test_the_tokenizer_example_runs(tmp_path: Path, media_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("request/image").mkdir(parents=True)
-    Path("request/image/1.jpg").write_bytes((media_dir / "green_star.jpg").read_bytes())
-    names = run(PYTHON["The tokenizer as a library"], {"path": None, "encoded": [64, IMAGE, 65]})
-    ids = names["ids"].tolist()
-    assert (ids[0], ids[-1]) == (64, 65)
-    assert ids[1] < 0, "a word"
-    assert set(ids[3:-1]) == {IMAGE}
-
-
 def run(source: str, given: dict[str, Any]) -> dict[str, Any]:
     """Run an example with the variables in `given`, and return all variables that exist afterwards."""
     names = dict(given)

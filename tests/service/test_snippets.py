@@ -1,4 +1,4 @@
-"""Tests that run the code blocks of README.md and docs/python.md with a real service and real engines."""
+"""Tests that run the code blocks of README.md and of the guides with a real service and real engines."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ import numpy as np
 import pytest
 
 from mindie_mm.shm import release, survey
+from tests.cli.shell import run_warm
 from tools.serving import RunningService
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 PYTHON_PAGE = (ROOT / "docs/python.md").read_text()
 MINDIE_PAGE = (ROOT / "docs/mindie.md").read_text()
+QUICKSTART = (ROOT / "docs/quickstart.md").read_text()
 SERVED_AT = "http://127.0.0.1:8000"
 
 
@@ -32,6 +34,30 @@ def snippet(page: str, language: str, holding: str) -> str:
         code for code in re.findall(rf"^```{language}\n(.*?)^```$", page, re.MULTILINE | re.DOTALL) if holding in code
     ]
     return str(block)
+
+
+def output(page: str, holding: str) -> str:
+    """Return the code block of `page` that follows the only code block that contains `holding`."""
+    blocks = re.findall(r"^```\w+\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (place,) = [place for place, code in enumerate(blocks) if holding in code]
+    return str(blocks[place + 1])
+
+
+def json_values(text: str) -> list[Any]:
+    """Return the JSON values that follow each other in `text`."""
+    values, start = [], 0
+    while start < len(text.rstrip()):
+        value, end = json.JSONDecoder().raw_decode(text, start)
+        values.append(value)
+        start = end + len(text[end:]) - len(text[end:].lstrip())
+    return values
+
+
+def shape(value: Any) -> Any:
+    """Return a JSON value with its types in place of its values, and with the text of an answer."""
+    if isinstance(value, dict):
+        return {key: one if key == "content" else shape(one) for key, one in value.items()}
+    return [shape(one) for one in value] if isinstance(value, list) else type(value).__name__
 
 
 def run(source: str) -> dict[str, Any]:
@@ -56,6 +82,40 @@ def test_the_curl_command_is_answered(service: RunningService) -> None:
     script = snippet(README, "sh", "curl").replace(SERVED_AT, service.url)
     ended = subprocess.run(["sh", "-c", script], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
     assert "circle" in json.loads(ended.stdout)["choices"][0]["message"]["content"]
+
+
+def test_the_quickstart_shows_the_answer_about_an_image(service: RunningService) -> None:
+    if shutil.which("curl") is None:
+        pytest.skip("no curl")
+    script = snippet(QUICKSTART, "sh", "/v1/chat").replace(SERVED_AT, service.url)
+    ended = subprocess.run(["sh", "-c", script], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    assert [shape(json.loads(ended.stdout))] == [shape(one) for one in json_values(output(QUICKSTART, "/v1/chat"))]
+
+
+def test_the_quickstart_shows_the_streamed_answer(service: RunningService, capsys: pytest.CaptureFixture[str]) -> None:
+    names = run(snippet(QUICKSTART, "python", "stream=True").replace(SERVED_AT, service.url))
+    names["client"].close()
+    assert capsys.readouterr().out == output(QUICKSTART, "stream=True").rstrip("\n")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("checkout", "copied_workers")
+def test_the_quickstart_shows_the_output_of_llm(capsys: pytest.CaptureFixture[str]) -> None:
+    run(snippet(QUICKSTART, "python", "LLM()"))
+    assert capsys.readouterr().out == output(QUICKSTART, "LLM()")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("copied_workers")
+def test_the_quickstart_shows_the_answers_to_a_file(checkout: Path) -> None:
+    rows, tokenize = snippet(QUICKSTART, "sh", "rows.jsonl").rsplit("mindie-mm ", 1)
+    subprocess.run(["sh", "-c", rows], check=True, timeout=60)
+    told = output(QUICKSTART, "rows.jsonl").replace("/home/you/mindie_mm", str(checkout))
+    assert run_warm(*tokenize.split()) == told
+    generate = snippet(QUICKSTART, "sh", "--tokenized").splitlines()[0]
+    run_warm(*generate.split()[1:])
+    answers = [json.loads(line) for line in (checkout / "answers.jsonl").read_text().splitlines()]
+    assert answers == json_values(output(QUICKSTART, "--tokenized"))
 
 
 @pytest.mark.usefixtures("checkout")
@@ -105,9 +165,12 @@ def test_rows_of_a_program_are_tokenized_and_answered(checkout: Path, capsys: py
     assert len((checkout / "answers.jsonl").read_text().splitlines()) == 2
 
 
-def test_release_frees_the_blocks_of_tokenize(checkout: Path) -> None:
-    names = run(snippet(README, "python", "tokenizer.tokenize("))
-    assert (names["ids"] < 0).sum() == 2, "the two words of a handle"
+def test_release_frees_the_blocks_of_tokenize(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = run(snippet(PYTHON_PAGE, "python", "tokenize_ids"))
+    assert capsys.readouterr().out == "3\n"
+    for ids in (names["ids"], names["chat_ids"], names["more_ids"]):
+        assert (ids < 0).sum() == 2, "the two words of a handle"
+    assert (names["more_ids"][0], names["more_ids"][-1]) == (64, 65)
     assert (checkout / "shm_name.txt").read_text()
     assert names["release"]("shm_name.txt") == 0, "nothing is left to free"
 
