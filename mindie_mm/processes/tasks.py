@@ -12,31 +12,12 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar, cast
 
+from mindie_mm.processes.alone import has_loop
+
 T = TypeVar("T")
 
 _INLINE_BYTES = 2**20
 """Maximum number of bytes to hash or copy on an event loop. This takes less than 0.5 ms."""
-
-
-_waits = contextvars.ContextVar("waits", default=True)
-"""False inside `run_alone`, where no event loop wakes a coroutine that waits."""
-
-
-def run_alone(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine that never waits for another task, on this thread, and return its result.
-
-    Inside it, `gather_in_order` and `off_loop` run one piece of work after another. In contrast to an event loop, this
-    function may be called inside another event loop, and an exception of a signal handler may interrupt it anywhere.
-    """
-    context = contextvars.copy_context()
-    context.run(_waits.set, False)
-    try:
-        while context.run(work.send, None) is None:  # the coroutine only lets other tasks run, and there are none
-            pass
-    except StopIteration as done:
-        result: T = done.value
-        return result
-    raise AssertionError("the coroutine waits, but there is no event loop")
 
 
 @asynccontextmanager
@@ -56,33 +37,6 @@ async def gather(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     async with task_group() as group:
         tasks = [group.create_task(work) for work in works]
     return [task.result() for task in tasks]
-
-
-async def gather_in_order(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return the results of the coroutines `works`, in order.
-
-    If several coroutines fail, raise the exception of the coroutine that comes first in `works`, even if another
-    coroutine fails earlier. The coroutines after it in `works` are canceled.
-    """
-    if not _waits.get():
-        return await _one_by_one(works)
-    tasks = [asyncio.ensure_future(work) for work in works]
-    try:
-        return [await task for task in tasks]
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
-
-
-async def _one_by_one(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    left = iter(works)
-    try:
-        return [await work for work in left]
-    finally:
-        for work in left:
-            work.close()
 
 
 def beside(work: Callable[[], T], check: Callable[[], None], period_s: float) -> T:
@@ -179,4 +133,4 @@ async def in_thread(work: Callable[[], T], give_up: Callable[[], object] | None 
 
 async def off_loop(num_bytes: int, work: Callable[[], T]) -> T:
     """Run `work`, which processes `num_bytes` bytes, and return its result. Use a thread if `num_bytes` is large."""
-    return work() if num_bytes <= _INLINE_BYTES or not _waits.get() else await in_thread(work)
+    return work() if num_bytes <= _INLINE_BYTES or not has_loop() else await in_thread(work)

@@ -16,17 +16,18 @@ from mindie_mm.decode.decoder_messages import DecoderSetup
 from mindie_mm.inputs import Media
 from mindie_mm.media.guard import cancellation
 from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.processes.alone import run_alone
 from mindie_mm.processes.restarts import Restarts
-from mindie_mm.processes.tasks import WorkThread, in_thread, run_alone
+from mindie_mm.processes.tasks import WorkThread, in_thread
 from mindie_mm.settings.config import WorkerConfig
 from mindie_mm.settings.environment import default_spool
-from mindie_mm.shm import Arena, collect
+from mindie_mm.shm import collect
 from mindie_mm.tokenize.clips import Clips
 from mindie_mm.tokenize.prompt import Prompt
 from mindie_mm.tokenize.prompts import Prompts
 from mindie_mm.tokenize.requests import TokenizeRequest
 from mindie_mm.tokenize.stage.tokenizer_stage import TokenizerStage
-from mindie_mm.tokenize.stores import ArenaStore, Preprocessed, ScriptStore
+from mindie_mm.tokenize.stores import ArenaStore, Preprocessed
 
 
 class LocalTokenizer(TokenizerStage):
@@ -62,26 +63,24 @@ class LocalTokenizer(TokenizerStage):
 
         """
         checkpoint = Checkpoint.open(model_path)
-        make = partial(Arena.create, config.arena_bytes, quota_bytes=config.arena_request_bytes)
-        preprocessed = Preprocessed(config.preprocessed_cache_bytes)
+        store = ArenaStore(
+            capacity_bytes=config.arena_bytes,
+            quota_bytes=config.arena_request_bytes,
+            wait_s=config.arena_wait_s,
+            preprocessed=Preprocessed(config.preprocessed_cache_bytes),
+        )
         decoders: Decoders | None = None
         async with AsyncExitStack() as resources:
             await in_thread(partial(collect, [default_spool()]))  # without a service, no other process collects
+            resources.callback(store.close)
+            await in_thread(store.open)
             if config.decoders:
-                arena = make()
-                store: ArenaStore | ScriptStore = ArenaStore(arena, config.arena_wait_s, preprocessed, is_own=True)
-                resources.callback(store.close)
                 setup = DecoderSetup(str(checkpoint.path), config.family, config.media)
-                decoders = Decoders(setup, arena.capacity_bytes)
+                decoders = Decoders(setup, config.arena_bytes)
                 await decoders.open(config.decoders)
                 resources.push_async_callback(decoders.close)
-            else:
-                store = ScriptStore(preprocessed=preprocessed, make=make)
-                resources.callback(store.close)
             thread = WorkThread("mindie_mm-tokenizer")
             resources.push_async_callback(in_thread, thread.close)  # before the store, because a job may still use it
-            if isinstance(store, ScriptStore):
-                await thread.run(store.open)
             read = partial(
                 Prompts,
                 checkpoint,

@@ -17,7 +17,8 @@ from mindie_mm.errors import InputError, OperationalError, SpoolFull, naming, os
 from mindie_mm.inputs import Embeddings, Kind, Media
 from mindie_mm.media.audio.cuts import SAMPLES
 from mindie_mm.media.guard.caps import Work
-from mindie_mm.processes.tasks import gather_in_order, off_loop
+from mindie_mm.processes.alone import gather_in_order
+from mindie_mm.processes.tasks import off_loop
 from mindie_mm.settings.config import MediaCaps
 from mindie_mm.tokenize.clips import Clips
 from mindie_mm.tokenize.planning import PlannedItem, Planner

@@ -19,8 +19,8 @@ from mindie_mm.nn.mindie import InSegment, InWord, Joined, Layout, OfPrompt, Pro
 from mindie_mm.shm import ArraySpec
 from mindie_mm.shm.mindie import Segment, create_shm, encode_shape_to_int64, encode_shm_name_to_int64
 from mindie_mm.tokenize.planning import PlannedItem
-from mindie_mm.tokenize.prompt import MediaSpan, Prompt
-from mindie_mm.tokenize.stores import ItemStore, Store, Words, Writer
+from mindie_mm.tokenize.prompt import MediaSpan, Prompt, Words, put_words
+from mindie_mm.tokenize.stores import Store, Writer
 
 
 def mindie_store(processor: Processor, family: type[Family], where: str) -> Store:
@@ -37,7 +37,7 @@ def mindie_store(processor: Processor, family: type[Family], where: str) -> Stor
     return MindIEItemStore(layouts, processor.mindie_pad)
 
 
-class MindIEItemStore(ItemStore):
+class MindIEItemStore(Store):
     """A store that keeps each array of an item in its own segment, without a digest."""
 
     def __init__(self, layouts: Mapping[Kind, Layout], pad: int) -> None:
@@ -57,14 +57,17 @@ class MindIEItemStore(ItemStore):
         runs = next(iter(plan.mindie_specs.values())).shape[0] if layout.per_run else 1
         _check_slots(plan.num_features // runs, layout.least_features, kind)
 
-    async def store(self, items: Sequence[PlannedItem], path_file: Path | None, writer: Writer) -> list[Words]:
+    async def fill(
+        self, prompts: Sequence[Prompt], items: Sequence[PlannedItem], path_file: Path | None, writer: Writer
+    ) -> list[Prompt]:
         words: list[Words] = []
         with ExitStack() as undo:
             for item in items:
                 with naming(item.name):
                     words.append(await self._store(item, path_file, writer, undo))
             undo.pop_all()
-        return words
+        left = iter(words)
+        return [put_words(prompt, islice(left, len(prompt.spans))) for prompt in prompts]
 
     async def _store(self, item: PlannedItem, path_file: Path | None, writer: Writer, undo: ExitStack) -> Words:
         """Write an item, and return its handle words and placeholders."""

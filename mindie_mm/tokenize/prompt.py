@@ -15,6 +15,8 @@ from mindie_mm.inputs import Kind
 from mindie_mm.shm import Ref
 
 Side = Literal["left", "right"]
+Words = Sequence[int]
+"""Handle words of one item."""
 
 
 class MediaSpan(msgspec.Struct, frozen=True, array_like=True):
@@ -146,7 +148,7 @@ class PromptOptions:
         return self.owner, self.cache_salt
 
 
-def put_words(prompt: Prompt, words: Iterable[Sequence[int]]) -> Prompt:
+def put_words(prompt: Prompt, words: Iterable[Words]) -> Prompt:
     """Replace the first placeholders of each span with the item's handle words. Drop words that find no placeholder."""
     ids = prompt.ids.copy()
     for span, item_words in zip(prompt.spans, words, strict=True):

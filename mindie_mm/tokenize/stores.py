@@ -7,7 +7,7 @@ runs are another store (`mindie_mm.batch`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -22,18 +22,16 @@ from mindie_mm.errors import LimitExceeded, SharedMemoryError, naming
 from mindie_mm.inputs import Kind
 from mindie_mm.nn.family import Plan
 from mindie_mm.processes import faults
-from mindie_mm.processes.tasks import gather_in_order
+from mindie_mm.processes.alone import gather_in_order
 from mindie_mm.shm import Arena, Block, collect
 from mindie_mm.shm.format.item import ITEM
+from mindie_mm.shm.owner.arena import DEFAULT_TIMEOUT_S
 from mindie_mm.tokenize.planning import PlannedItem
-from mindie_mm.tokenize.prompt import Prompt, put_words
+from mindie_mm.tokenize.prompt import Prompt, Words, put_words
 
 WireName = Literal["native", "mindie"]
 ARENA_BYTES = 256 * 2**20
 """Default capacity in bytes of an arena that a tokenizer creates."""
-
-Words = Sequence[int]
-"""Handle words of one item."""
 
 _LEAST_FEATURE_BYTES = 16
 """Minimum size of an item's arrays in bytes per feature, in any family."""
@@ -93,78 +91,38 @@ class Store(ABC):
         """Release the store's own resources. This may be called repeatedly."""
 
 
-class ItemStore(Store):
-    """A store whose handle words refer to one item each."""
+class ArenaStore(Store):
+    """A store in an arena whose memory several requests share.
 
-    async def fill(
-        self, prompts: Sequence[Prompt], items: Sequence[PlannedItem], path_file: Path | None, writer: Writer
-    ) -> list[Prompt]:
-        words = iter(await self.store(items, path_file, writer))
-        return [put_words(prompt, islice(words, len(prompt.spans))) for prompt in prompts]
-
-    @abstractmethod
-    async def store(self, items: Sequence[PlannedItem], path_file: Path | None, writer: Writer) -> list[Words]:
-        """Store items, and return the handle words of each item. `fill` describes the arguments and errors."""
-
-
-class ArenaStore(ItemStore):
-    """A store in an arena whose memory several requests share. Requests wait in an event loop."""
-
-    def __init__(self, arena: Arena, wait_s: float, preprocessed: Preprocessed, *, is_own: bool = False) -> None:
-        """Create a store.
-
-        Args:
-            arena: Arena in which blocks are allocated.
-            wait_s: Maximum time in seconds that a request waits for memory.
-            preprocessed: Cache of preprocessed media.
-            is_own: Whether `close` closes the arena.
-
-        """
-        self._arena, self._wait_s, self._is_own = arena, wait_s, is_own
-        self.preprocessed = preprocessed
-
-    def check(self, plan: Plan, kind: Kind) -> None:
-        # A compromised decoder could return so many features that the prompt's ids use all memory.
-        if plan.num_features > (most := self._arena.capacity_bytes // _LEAST_FEATURE_BYTES):
-            raise LimitExceeded(f"the item has {plan.num_features} features; the arena has room for at most {most}")
-
-    async def store(self, items: Sequence[PlannedItem], path_file: Path | None, writer: Writer) -> list[Words]:
-        assert path_file is not None
-        arena, all_specs = self._arena, [item.specs for item in items]
-        blocks = arena.try_allocate(all_specs, path_file=path_file)
-        if blocks is None:
-            writer.let_go()
-            blocks = await arena.allocate_together(all_specs, path_file=path_file, timeout_s=self._wait_s)
-        return await _filled(arena, items, blocks, writer)
-
-    def close(self) -> None:
-        if self._is_own:
-            self._arena.close()
-
-
-class ScriptStore(ItemStore):
-    """A store in an arena for a script, which makes one prompt at a time and waits for memory without an event loop."""
+    The store's own arena is created at the first item, and removed on `close` or at a normal exit. If memory does not
+    suffice for the arena, memory of killed processes is reclaimed first. If another program removes the arena, the
+    store creates a new one. For example, systemd-logind removes arenas when the user logs out (RemoveIPC).
+    """
 
     def __init__(
         self,
         arena: Arena | None = None,
+        *,
+        capacity_bytes: int | None = None,
+        quota_bytes: int | None = None,
+        wait_s: float = DEFAULT_TIMEOUT_S,
         preprocessed: Preprocessed | None = None,
-        make: Callable[[], Arena] | None = None,
     ) -> None:
-        """Create a store in `arena`, or in its own arena.
-
-        Its own arena is created at the first item, and removed on `close` or at a normal exit. If memory does not
-        suffice for the arena, memory of killed processes is reclaimed first. If another program removes the arena, the
-        store creates a new one. For example, systemd-logind removes arenas when the user logs out (RemoveIPC).
+        """Create a store.
 
         Args:
             arena: Arena to use, or None for the store's own arena.
+            capacity_bytes: Capacity of the store's own arena, by default ARENA_BYTES.
+            quota_bytes: Maximum number of bytes of a request in the store's own arena. None means half the capacity.
+            wait_s: Maximum time in seconds that a request waits for memory.
             preprocessed: Cache of preprocessed media, or None for no cache.
-            make: Function that creates the store's own arena, by default with ARENA_BYTES.
 
         """
         self._arena, self._is_own = arena, arena is None
-        self._make = make or partial(Arena.create, ARENA_BYTES)
+        self.capacity_bytes = (capacity_bytes or ARENA_BYTES) if arena is None else arena.capacity_bytes
+        """Maximum total size of the arrays of all items."""
+        self._make = partial(Arena.create, self.capacity_bytes, quota_bytes=quota_bytes)
+        self._wait_s = wait_s
         self.preprocessed = preprocessed or Preprocessed()
 
     def open(self) -> Arena:
@@ -179,44 +137,48 @@ class ScriptStore(ItemStore):
                 self._arena = self._make()
         return self._arena
 
-    async def store(self, items: Sequence[PlannedItem], path_file: Path | None, writer: Writer) -> list[Words]:
+    def check(self, plan: Plan, kind: Kind) -> None:
+        # A compromised decoder could return so many features that the prompt's ids use all memory.
+        if plan.num_features > (most := self.capacity_bytes // _LEAST_FEATURE_BYTES):
+            raise LimitExceeded(f"the item has {plan.num_features} features; the arena has room for at most {most}")
+
+    async def fill(
+        self, prompts: Sequence[Prompt], items: Sequence[PlannedItem], path_file: Path | None, writer: Writer
+    ) -> list[Prompt]:
         arena = self.open()
         try:
-            return await self._store(arena, items, path_file, writer)
+            words = await self._store(arena, items, path_file, writer)
         except SharedMemoryError:
             if (another := self.open()) is arena:
                 raise
-            return await self._store(another, items, path_file, writer)
+            words = await self._store(another, items, path_file, writer)
+        left = iter(words)
+        return [put_words(prompt, islice(left, len(prompt.spans))) for prompt in prompts]
+
+    async def _store(
+        self, arena: Arena, items: Sequence[PlannedItem], path_file: Path | None, writer: Writer
+    ) -> list[Words]:
+        blocks = await arena.allocate_together(
+            [item.specs for item in items],
+            path_file=path_file,
+            timeout_s=self._wait_s,
+            before_wait=writer.let_go,
+        )
+        try:
+            faults.point("allocated")
+            filling = [_fill(item, block, writer) for item, block in zip(items, blocks, strict=True)]
+            words = await gather_in_order(filling)
+        except BaseException:
+            for block in blocks:
+                arena.free(block)
+            raise
+        faults.point("published")
+        return words
 
     def close(self) -> None:
         if self._is_own and self._arena is not None:
             self._arena.close()
             self._arena = None
-
-    async def _store(
-        self, arena: Arena, items: Sequence[PlannedItem], path_file: Path | None, writer: Writer
-    ) -> list[Words]:
-        blocks: list[Block] = []
-        try:
-            for item in items:
-                with naming(item.name):
-                    blocks.append(arena.allocate(item.specs, path_file=path_file))
-        except BaseException:
-            _free(arena, blocks)
-            raise
-        return await _filled(arena, items, blocks, writer)
-
-
-async def _filled(arena: Arena, items: Sequence[PlannedItem], blocks: Sequence[Block], writer: Writer) -> list[Words]:
-    """Write the items to their blocks, and return the handle words of the published blocks. If this fails, free all."""
-    try:
-        faults.point("allocated")
-        words = await gather_in_order([_fill(item, block, writer) for item, block in zip(items, blocks, strict=True)])
-    except BaseException:
-        _free(arena, blocks)
-        raise
-    faults.point("published")
-    return words
 
 
 async def _fill(item: PlannedItem, block: Block, writer: Writer) -> Words:
@@ -224,18 +186,9 @@ async def _fill(item: PlannedItem, block: Block, writer: Writer) -> Words:
     block[ITEM][...] = item.shape.values
     faults.point("mid-fill")
     with naming(item.name):
-        digest = await writer.write(item, _arrays(block, item))
+        digest = await writer.write(item, {name: block[name] for name in item.plan.specs})
     faults.point("filled")
     return block.publish(digest).to_words()
-
-
-def _free(arena: Arena, blocks: Iterable[Block]) -> None:
-    for block in blocks:
-        arena.free(block)
-
-
-def _arrays(block: Mapping[str, NDArray[Any]], item: PlannedItem) -> dict[str, NDArray[Any]]:
-    return {name: block[name] for name in item.plan.specs}
 
 
 class Preprocessed:

@@ -20,9 +20,9 @@ from mindie_mm.inputs import Media, require_switches, type_of
 from mindie_mm.media.source import source_path
 from mindie_mm.models import family_of
 from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.processes.alone import run_alone
 from mindie_mm.processes.loop_thread import LoopThread
-from mindie_mm.processes.tasks import run_alone
-from mindie_mm.settings.config import ContentFormat, MediaCaps, Switch, WorkerConfig
+from mindie_mm.settings.config import ContentFormat, MediaCaps, Switch
 from mindie_mm.settings.limits import PromptLimits, converted
 from mindie_mm.settings.paths import absolute
 from mindie_mm.shm import PATH_FILE_NAME, Arena
@@ -30,7 +30,7 @@ from mindie_mm.tokenize.mindie_stores import mindie_store
 from mindie_mm.tokenize.prompt import PlannedPrompt, Prompt, PromptOptions
 from mindie_mm.tokenize.prompts import Prompts
 from mindie_mm.tokenize.requests import TokenizeRequest, request_of_ids, request_of_items, request_of_messages
-from mindie_mm.tokenize.stores import ARENA_BYTES, ArenaStore, Preprocessed, ScriptStore, Store, WireName
+from mindie_mm.tokenize.stores import ARENA_BYTES, ArenaStore, Store, WireName
 
 T = TypeVar("T")
 
@@ -116,16 +116,14 @@ class Tokenizer:
         if wire == "mindie":
             model_family, where = family_of(checkpoint, family), str(checkpoint.path)
             return cls(read(lambda processor: mindie_store(processor, model_family, where)))
+        if isinstance(wire, Store):
+            store: Store = wire
+        else:
+            store = ArenaStore(arena)
+            max_item_bytes = store.capacity_bytes
         if not decoders:
-            return cls(read(wire if isinstance(wire, Store) else ScriptStore(arena)))
+            return cls(read(store))
         with ExitStack() as undo:
-            if isinstance(wire, Store):
-                store: Store = wire
-            else:
-                opened = arena or Arena.create(ARENA_BYTES)
-                store = ArenaStore(opened, WorkerConfig().arena_wait_s, Preprocessed(), is_own=arena is None)
-                max_item_bytes = opened.capacity_bytes
-                undo.callback(store.close)
             processes = Decoders(DecoderSetup(str(checkpoint.path), family, caps), max_item_bytes)
             loop = LoopThread("tokenizer")
             undo.callback(loop.close, processes.close)

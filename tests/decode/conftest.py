@@ -65,10 +65,7 @@ class Bench:
     @contextmanager
     def block(self, plan: Plan) -> Iterator[Block]:
         """Yield a block for an item. Free the block at the end."""
-        blocks = self.arena.try_allocate([plan.specs], path_file=self.path_file)
-        assert blocks is not None
-        (block,) = blocks
-        with block:
+        with self.arena.allocate(plan.specs, path_file=self.path_file) as block:
             yield block
 
     async def write(self, parcel: Parcel, plan: Plan, block: Block, group: Group | None = None) -> None:

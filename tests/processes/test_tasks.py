@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from mindie_mm.errors import SharedMemoryError
-from mindie_mm.processes.tasks import gather, gather_in_order, in_thread, off_loop, run_alone
+from mindie_mm.processes.alone import gather_in_order, run_alone
+from mindie_mm.processes.tasks import gather, in_thread, off_loop
 
 
 async def test_cancelled_work_waits_for_its_threads() -> None:

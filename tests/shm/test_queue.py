@@ -14,6 +14,7 @@ import pytest
 
 from mindie_mm.errors import ArenaFull, LimitExceeded, SharedMemoryError
 from mindie_mm.shm import Arena, ArraySpec, Block, free, release, survey
+from tests.shm.at_once import at_once
 
 PAGE = 4096
 CAPACITY = 64 * PAGE
@@ -35,17 +36,11 @@ class Asking:
         self._number = 0
 
     def at_once(self, *pages: int) -> list[Block] | None:
-        return self.arena.try_allocate(_specs(pages), path_file=self.path_file())
+        return at_once(self.arena, _specs(pages), path_file=self.path_file())
 
     def waiting(self, *pages: int) -> asyncio.Task[list[Block]]:
         """Start a request that waits if there is no room at once, as requests of the tokenizer do."""
-        path_file = self.path_file()
-
-        async def take() -> list[Block]:
-            taken = self.arena.try_allocate(_specs(pages), path_file=path_file)
-            return await self.in_line(path_file, *pages) if taken is None else taken
-
-        return asyncio.create_task(take())
+        return asyncio.create_task(self.in_line(self.path_file(), *pages))
 
     async def in_line(self, path_file: Path, *pages: int) -> list[Block]:
         return await self.arena.allocate_together(_specs(pages), path_file=path_file, timeout_s=self.wait_s)
@@ -338,7 +333,7 @@ async def test_a_cancelled_request_leaves_no_block(asking: Asking, served: bool)
 
 async def test_a_block_that_another_process_frees_wakes_the_queue(asking: Asking) -> None:
     path_file = asking.path_file()
-    (block,) = asking.arena.try_allocate(_specs((60,)), path_file=path_file)
+    (block,) = at_once(asking.arena, _specs((60,)), path_file=path_file)
     block.publish()
     task = asking.waiting(30)
     await turn()
@@ -393,7 +388,7 @@ async def test_an_unwritable_path_file_fails_only_its_request(asking: Asking, tm
 
 async def test_all_blocks_are_recorded_before_they_are_handed_out(asking: Asking) -> None:
     path_file = asking.path_file()
-    blocks = asking.arena.try_allocate(_specs((3, 4)), path_file=path_file)
+    blocks = at_once(asking.arena, _specs((3, 4)), path_file=path_file)
     for block in blocks:
         block.publish()
     assert release(path_file) == 2

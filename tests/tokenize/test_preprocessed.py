@@ -15,7 +15,7 @@ from mindie_mm.errors import MediaError
 from mindie_mm.media.image import encoded_image as image
 from mindie_mm.shm import Arena, Ref, attach, release
 from mindie_mm.tokenize import Tokenizer, stores
-from mindie_mm.tokenize.stores import Preprocessed, ScriptStore
+from mindie_mm.tokenize.stores import ArenaStore, Preprocessed
 from tests.media_samples import encode_video, encoded, moving_frames, photograph
 
 CAT, COFFEE, ROCKET = (encoded(photograph(name, (112, 84))) for name in ("chelsea.png", "coffee.png", "rocket.jpg"))
@@ -41,7 +41,7 @@ class Run:
 
     def keep(self, capacity_bytes: int) -> None:
         path, arena = self._made_of
-        self._tokenizer = Tokenizer.from_pretrained(path, ScriptStore(arena, Preprocessed(capacity_bytes)))
+        self._tokenizer = Tokenizer.from_pretrained(path, ArenaStore(arena, preprocessed=Preprocessed(capacity_bytes)))
 
     def arrays(self, *items: dict[str, Any]) -> list[dict[str, np.ndarray[Any, Any]]]:
         """Tokenize `items`, return the arrays of each item from shared memory, and free their blocks."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from threading import Event, Lock
 from typing import NamedTuple, Self
 
 from mindie_mm.errors import ArenaFull, InputError, LimitExceeded, SharedMemoryError, StaleReference
+from mindie_mm.processes.alone import run_alone
 from mindie_mm.shm.format.block import Block, BlockPlan, Buffer, check_digest
 from mindie_mm.shm.format.layout import (
     ALLOCATIONS,
@@ -141,8 +142,8 @@ class Arena:
     ) -> Block:
         """Allocate a block with uninitialized arrays, and record its reference in the path file.
 
-        The shape word encodes the dtype and shape of the first array. If there is no room, the call waits in the same
-        queue as `allocate_together`.
+        The shape word encodes the dtype and shape of the first array. If there is no room, the call blocks the thread,
+        and waits in the same queue as `allocate_together`.
 
         Args:
             specs: Arrays by name, 1 to 64.
@@ -158,25 +159,21 @@ class Arena:
         """
         if not timeout_s >= 0:
             raise InputError(f"the timeout is {timeout_s} s; it must be at least 0")
-        demand = Demand.of([specs], path_file, self._file.header)
-        blocks = self._allocate_now(demand)
-        if blocks is None:
-            try:
-                self._queue.join(demand, timeout_s)
-                demand.wait(partial(self._look, demand))
-                blocks = demand.take()
-            finally:
-                self._leave(demand)
-        return self._recorded(blocks, demand)[0]
+        return run_alone(self.allocate_together([specs], path_file=path_file, timeout_s=timeout_s))[0]
 
     async def allocate_together(
-        self, all_specs: Sequence[Mapping[str, ArraySpec]], *, path_file: str | Path | None, timeout_s: float
+        self,
+        all_specs: Sequence[Mapping[str, ArraySpec]],
+        *,
+        path_file: str | Path | None,
+        timeout_s: float,
+        before_wait: Callable[[], object] = int,
     ) -> list[Block]:
         """Allocate one block for each of `all_specs`, like `allocate`, and wait in the event loop.
 
         Requests wait in order of arrival, and have no blocks while they wait. A later request may overtake the first
         one if there is room for the later one only. In total, later requests may take at most as many bytes as the
-        first one needs.
+        first one needs. Before a request waits, `before_wait` is called.
 
         Raises:
             MindieMMError: In the same cases as `allocate`.
@@ -185,30 +182,14 @@ class Arena:
         demand = Demand.of(all_specs, path_file, self._file.header)
         blocks = self._allocate_now(demand)
         if blocks is None:
+            before_wait()
             try:
                 self._queue.join(demand, timeout_s)
-                await demand.wait_in_loop(partial(self._look, demand))
+                await demand.wait(partial(self._look, demand))
                 blocks = demand.take()
             finally:
                 self._leave(demand)
         return self._recorded(blocks, demand)
-
-    def try_allocate(
-        self, all_specs: Sequence[Mapping[str, ArraySpec]], *, path_file: str | Path
-    ) -> list[Block] | None:
-        """Allocate one block for each of `all_specs`, like `allocate_together`, but without waiting.
-
-        Returns:
-            The blocks, or None if the request has to wait. In that case, no block is allocated.
-
-        Raises:
-            LimitExceeded: The arena or the request's quota could never hold these blocks together.
-            SharedMemoryError: The arena is closed or lost.
-
-        """
-        demand = Demand.of(all_specs, path_file, self._file.header)
-        blocks = self._allocate_now(demand)
-        return None if blocks is None else self._recorded(blocks, demand)
 
     def publish(self, block: Block, digest: bytes | None) -> None:
         """Publish a block on behalf of `Block.publish`."""

@@ -13,6 +13,7 @@ from queue import Empty, SimpleQueue
 from typing import Self
 
 from mindie_mm.errors import ArenaFull, InputError, LimitExceeded, MindieMMError
+from mindie_mm.processes.alone import has_loop
 from mindie_mm.settings.paths import absolute
 from mindie_mm.shm.format.block import Block, BlockPlan
 from mindie_mm.shm.format.layout import PAGE, ArenaHeader, round_up
@@ -98,8 +99,14 @@ class Demand:
         assert blocks is not None
         return blocks
 
-    def wait(self, look: Callable[[], float]) -> None:
-        """Block the thread until `look` returns 0. Otherwise it returns the seconds until the next call."""
+    async def wait(self, look: Callable[[], float]) -> None:
+        """Wait until `look` returns 0. Otherwise it returns the seconds until the next call.
+
+        Inside `run_alone`, block the thread instead of waiting in an event loop.
+        """
+        if has_loop():
+            await self._wait_in_loop(look)
+            return
         # Not a threading.Condition: if a signal handler raises, `Condition.wait` can return without the lock.
         woken: SimpleQueue[None] = SimpleQueue()
         self.wake = partial(woken.put, None)
@@ -107,8 +114,7 @@ class Demand:
             with suppress(Empty):
                 woken.get(timeout=pause_s)
 
-    async def wait_in_loop(self, look: Callable[[], float]) -> None:
-        """Wait like `wait`, without blocking the event loop."""
+    async def _wait_in_loop(self, look: Callable[[], float]) -> None:
         import asyncio  # imported late, because the tools for operators import shm and do not need it
 
         loop, woken = asyncio.get_running_loop(), asyncio.Event()

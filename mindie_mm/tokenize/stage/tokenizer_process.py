@@ -169,6 +169,6 @@ def _read_checkpoint(setup: Setup, decoders: Decoders, arena: Arena) -> Prompts:
         setup.parse_special,
         setup.media,
         setup.limit_mm_per_prompt,
-        ArenaStore(arena, setup.arena_wait_s, Preprocessed(setup.preprocessed_cache_bytes)),
+        ArenaStore(arena, wait_s=setup.arena_wait_s, preprocessed=Preprocessed(setup.preprocessed_cache_bytes)),
         decoders,
     )

@@ -1,4 +1,4 @@
-"""Tests of `Arena.try_allocate`, which allocates blocks for all items of a request, or none."""
+"""Tests of `Arena.allocate_together`, which allocates blocks for all items of a request, or none."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from mindie_mm.errors import InputError, LimitExceeded, SharedMemoryError
 from mindie_mm.shm import Arena, ArraySpec, attach, release
 from mindie_mm.shm.path_file import read_contents
+from tests.shm.at_once import at_once
 
 PAGE = 4096
 
@@ -31,7 +32,7 @@ def pages(*counts: int) -> list[dict[str, ArraySpec]]:
 
 
 def test_all_blocks_are_recorded_before_they_are_handed_out(arena: Arena, path_file: Path) -> None:
-    blocks = arena.try_allocate(pages(3, 4), path_file=path_file)
+    blocks = at_once(arena, pages(3, 4), path_file=path_file)
     assert blocks is not None
     recorded = [(ref.arena, ref.block, ref.generation) for ref in read_contents(path_file).refs]
     assert recorded == [(arena.number, block.entry, block.generation) for block in blocks]
@@ -49,15 +50,15 @@ def test_all_blocks_are_recorded_before_they_are_handed_out(arena: Arena, path_f
 def test_a_request_without_room_for_all_items_gets_no_block(
     arena: Arena, path_file: Path, tmp_path: Path, items: tuple[int, ...]
 ) -> None:
-    held = arena.try_allocate(pages(40), path_file=tmp_path / "other.txt")
+    held = at_once(arena, pages(40), path_file=tmp_path / "other.txt")
     assert held is not None
     used = arena.used_bytes
-    assert arena.try_allocate(pages(*items), path_file=path_file) is None
+    assert at_once(arena, pages(*items), path_file=path_file) is None
     assert not path_file.exists()
     assert arena.num_blocks == 1
     assert arena.used_bytes == used
     arena.free(held[0])
-    blocks = arena.try_allocate(pages(*items), path_file=path_file)
+    blocks = at_once(arena, pages(*items), path_file=path_file)
     assert blocks is not None
     for block in blocks:
         arena.free(block)
@@ -65,10 +66,10 @@ def test_a_request_without_room_for_all_items_gets_no_block(
 
 
 def test_holes_between_blocks_count_as_room(arena: Arena, tmp_path: Path) -> None:
-    held = [arena.try_allocate(pages(4), path_file=tmp_path / f"{index}.txt") for index in range(16)]
+    held = [at_once(arena, pages(4), path_file=tmp_path / f"{index}.txt") for index in range(16)]
     for blocks in held[::2]:
         arena.free(blocks[0])
-    found = arena.try_allocate(pages(10, 20), path_file=tmp_path / "pieces.txt")
+    found = at_once(arena, pages(10, 20), path_file=tmp_path / "pieces.txt")
     assert [len(block.pieces) > 1 for block in found] == [True, True]
     for block in found:
         block["bytes"][...] = 7
@@ -92,18 +93,18 @@ def test_a_request_beyond_the_arena_or_its_quota_is_refused(
     arena: Arena, path_file: Path, items: tuple[int, ...], message: str
 ) -> None:
     with pytest.raises(LimitExceeded, match=message):
-        arena.try_allocate(pages(*items), path_file=path_file)
+        at_once(arena, pages(*items), path_file=path_file)
     assert arena.num_blocks == 0
     assert not path_file.exists()
 
 
 def test_the_quota_of_a_request_includes_the_blocks_it_holds(arena: Arena, path_file: Path) -> None:
-    (block,) = arena.try_allocate(pages(40), path_file=path_file)
+    (block,) = at_once(arena, pages(40), path_file=path_file)
     with pytest.raises(LimitExceeded, match="needs 36864 bytes and already holds 163840"):
-        arena.try_allocate(pages(9), path_file=path_file)
-    assert arena.try_allocate(pages(8), path_file=path_file) is not None
+        at_once(arena, pages(9), path_file=path_file)
+    assert at_once(arena, pages(8), path_file=path_file) is not None
     arena.free(block)
-    assert arena.try_allocate(pages(48), path_file=path_file) is not None
+    assert at_once(arena, pages(48), path_file=path_file) is not None
 
 
 def test_more_items_than_the_arena_has_entries_are_refused(tmp_path: Path) -> None:
@@ -111,13 +112,13 @@ def test_more_items_than_the_arena_has_entries_are_refused(tmp_path: Path) -> No
         entries = arena._file.header.num_entries
         tiny = [{"x": ArraySpec((1,), "uint8")}] * (entries + 1)
         with pytest.raises(LimitExceeded):
-            arena.try_allocate(tiny, path_file=tmp_path / "a.txt")
+            at_once(arena, tiny, path_file=tmp_path / "a.txt")
 
 
 def test_an_unwritable_path_file_allocates_no_block(arena: Arena, tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "missing" / "a.txt", f"{tmp_path}/\0"):
         with pytest.raises((InputError, SharedMemoryError)):
-            arena.try_allocate(pages(3, 4), path_file=path)
+            at_once(arena, pages(3, 4), path_file=path)
         assert arena.num_blocks == 0
 
 
@@ -125,4 +126,4 @@ def test_a_closed_arena_refuses_allocation(path_file: Path) -> None:
     with Arena.create(64 * PAGE) as arena:
         pass
     with pytest.raises(SharedMemoryError, match="closed"):
-        arena.try_allocate(pages(3), path_file=path_file)
+        at_once(arena, pages(3), path_file=path_file)
