@@ -167,7 +167,7 @@ class Arena:
         *,
         path_file: str | Path | None,
         timeout_s: float,
-        before_wait: Callable[[], object] = int,
+        before_wait: Callable[[], object] = lambda: None,
     ) -> list[Block]:
         """Allocate one block for each of `all_specs`, like `allocate`, and wait in the event loop.
 
