@@ -31,7 +31,6 @@ from mindie_mm.routing import Candidate
 from mindie_mm.settings.cgroup import available_cpus
 from mindie_mm.settings.config import EngineConfig, WorkerConfig
 from mindie_mm.tokenize.requests import request_of_items
-from mindie_mm.worker.deltas import Answer
 from mindie_mm.worker.engine_replicas import EngineReplicas
 from mindie_mm.worker.worker import Worker
 from tools.serving import running_service
@@ -133,7 +132,7 @@ async def routed(routing: str, engines: int, surplus_tokens: int, requests: int,
         async def client() -> None:
             for index, number in waiting:
                 items: list[dict[str, Any]] = [{"image": pictures[number]}, {"text": QUESTION}]
-                await Answer.of(worker.answer(request_of_items(items), params, str(index)))
+                await worker.whole_answer(request_of_items(items), params, str(index))
 
         begun = loop.time()
         await asyncio.gather(*(client() for _ in range(clients)))

@@ -53,7 +53,7 @@ class Requests:
 
         This method also raises the errors of `Worker.generate`.
         """
-        return self.text_line(row, await Answer.of(worker.generate(source, self.default, str(row.row))))
+        return self.text_line(row, await worker.generate_whole(source, self.default, str(row.row)))
 
     def text_line(self, row: ShardRow, answer: Answer) -> Line:
         """Return the line of a row whose answer is a text."""

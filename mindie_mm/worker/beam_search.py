@@ -172,10 +172,10 @@ async def beam_search(
     beams, ended, first, began_s = [_Beam()], list[_Beam](), Answer(), 0.0
     for number in range(num_steps):
         steps = [
-            worker.generate(source, step, f"{request_id}-{number}-{index}", written=beam.token_ids)
+            worker.generate_whole(source, step, f"{request_id}-{number}-{index}", written=beam.token_ids)
             for index, beam in enumerate(beams)
         ]
-        answers = await gather([Answer.of(deltas) for deltas in steps])
+        answers = await gather(steps)
         if number == 0:
             (first,), began_s = answers, time.monotonic()
         found: dict[bool, list[tuple[float, _Beam, TokenLogprob]]] = {False: [], True: []}

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Collection, Sequence
-from contextlib import aclosing
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Self
 
 from tokenizers import Tokenizer
 
@@ -52,15 +50,6 @@ class Answer:
     stop_reason: str | int | None = None
     timings: Timings | None = None
     pooled: bytes = b""
-
-    @classmethod
-    async def of(cls, deltas: AsyncGenerator[Delta, None]) -> Self:
-        """Collect `deltas`, and always close the generator."""
-        answer = cls()
-        async with aclosing(deltas):
-            async for delta in deltas:
-                answer.add(delta)
-        return answer
 
     def add(self, delta: Delta) -> None:
         """Append `delta`."""

@@ -401,7 +401,7 @@ class LLM:
                 request = msgspec.structs.replace(request, options=options)
             async with self._worker.prompt(request, sampling) as source:
                 embedder.check_length(source.prompt)
-                answer = await Answer.of(self._worker.generate(source, sampling, uuid.uuid4().hex))
+                answer = await self._worker.generate_whole(source, sampling, uuid.uuid4().hex)
             embedding = embedder.embedding(answer.pooled, checked)
             return EmbeddingOutput(embedding, len(source.prompt), answer.cached_tokens, answer.timings)
 
@@ -451,7 +451,7 @@ class LLM:
         async def answer(request: TokenizeRequest) -> tuple[Answer, int]:
             async with self._worker.prompt(request, sampling) as source:
                 scorer.embedder.check_length(source.prompt)
-                found = await Answer.of(self._worker.generate(source, sampling, uuid.uuid4().hex))
+                found = await self._worker.generate_whole(source, sampling, uuid.uuid4().hex)
             return found, len(source.prompt)
 
         found = _successful(self._run([partial(answer, request) for request in requests]))

@@ -11,7 +11,7 @@ An answer continues from the tokens that were drawn, so that its client does not
 - The tokenizer dies during the request, or before the engine has read the blocks, once.
 
 NoProcess is not retried, because the request has already waited for a process. If the checkpoint's weights were
-replaced, an answer that has begun cannot continue (WeightsChanged).
+replaced, an answer that has begun cannot continue (WeightsChanged). It starts again if nobody has received its parts.
 """
 
 from __future__ import annotations
@@ -186,8 +186,6 @@ class Use:
 
     def end_attempt(self, error: MindieMMError) -> None:
         """Raise `error`, one of `ENDS_OF_ATTEMPTS`, unless the answer may be attempted again."""
-        if isinstance(error, WeightsChanged):
-            raise error
         if isinstance(error, ProcessDied):
             if isinstance(error, EngineReloaded):
                 return
@@ -247,8 +245,9 @@ async def generated(
     source: PromptSource,
     params: SamplingParams,
     request_id: str,
-    read: Callable[[Progress], Part | None],
+    begin: Callable[[], Callable[[Progress], Part | None]],
     written: Sequence[int] = (),
+    discard: Callable[[], None] | None = None,
 ) -> AsyncGenerator[Part, None]:
     """Yield the parts of one answer. After a failure, continue from the tokens that have been drawn.
 
@@ -259,9 +258,11 @@ async def generated(
         source: Prompt of the request.
         params: Sampling settings.
         request_id: Unique id of the request.
-        read: Function that turns the engine's progress into a part of the answer, or into None if there is no part. The
-            first part with a finish reason ends the answer.
+        begin: Function that returns the reader of a new answer. The reader turns the engine's progress into a part of
+            the answer, or into None if there is no part. The first part with a finish reason ends the answer.
         written: Ids that follow the prompt, and that the output continues.
+        discard: Function to call before the answer starts again, because the weights were replaced. None means that
+            such an answer fails with WeightsChanged.
 
     Raises:
         WeightsChanged: The answer has begun, and the new engine has other weights.
@@ -270,18 +271,19 @@ async def generated(
     """
     if params.seed is None and not params.greedy:  # so that the next engine draws from the same random numbers
         params = msgspec.structs.replace(params, seed=secrets.randbits(63))
+    later = msgspec.structs.replace(params, prompt_logprobs=None)  # they are sent with the first token
     asked_s = time.monotonic()
+    read = begin()
     drawn_ids: list[int] = []
     origin: Origin | None = None
     first: Timings | None = None
     with source.use() as use:
         while True:
             prompt, continues = await use.take(), bool(drawn_ids)
-            if continues:  # they were sent with the first token
-                params = msgspec.structs.replace(params, prompt_logprobs=None)
             ids = np.concatenate([prompt.ids, np.array(written, np.int64)])
+            given = later if continues else params
             try:
-                async with aclosing(engine.generate(request_id, ids, params, asked_s, [*drawn_ids], origin)) as steps:
+                async with aclosing(engine.generate(request_id, ids, given, asked_s, [*drawn_ids], origin)) as steps:
                     async for step in steps:
                         if step.media_consumed:
                             use.free()
@@ -294,6 +296,11 @@ async def generated(
                             if part.finish_reason is not None:
                                 return
                 return
+            except WeightsChanged:
+                if discard is None:
+                    raise
+                discard()
+                read, drawn_ids, origin, first = begin(), [], None, None
             except ENDS_OF_ATTEMPTS as error:
                 use.end_attempt(error)
 

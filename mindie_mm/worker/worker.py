@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,9 +15,9 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from mindie_mm.engine.requests.default_sampling import log_default_sampling, stated_end_tokens
-from mindie_mm.engine.requests.engine_messages import Features
+from mindie_mm.engine.requests.engine_messages import Features, Progress
 from mindie_mm.engine.requests.sampling_params import SamplingParams
-from mindie_mm.errors import ContextLengthExceeded, LimitExceeded, WeightsChanged
+from mindie_mm.errors import ContextLengthExceeded, LimitExceeded
 from mindie_mm.inputs import Embeddings, Media
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.speech import SpeechTraits
@@ -149,9 +149,7 @@ class Worker:
     ) -> Answer:
         """Return the whole answer to a request. If the weights are replaced meanwhile, the answer starts again."""
         async with self.prompt(request, params) as source:
-            while True:
-                with suppress(WeightsChanged):
-                    return await Answer.of(self.generate(source, params, request_id))
+            return await self.generate_whole(source, params, request_id)
 
     @asynccontextmanager
     async def prompt(self, request: TokenizeRequest | TokenIds, params: SamplingParams) -> AsyncIterator[PromptSource]:
@@ -301,6 +299,7 @@ class Worker:
         silent: Collection[int] | None = None,
         stop_scope: StopScope | None = None,
         written: Sequence[int] = (),
+        discard: Callable[[], None] | None = None,
     ) -> AsyncGenerator[Delta, None]:
         """Return a generator of the output for a prompt. If the generator is closed, the request is aborted.
 
@@ -313,14 +312,46 @@ class Worker:
             silent: Ids of the tokens that have no text. None means the special tokens.
             stop_scope: Part of the output in which stop strings have an effect. None means the whole output.
             written: Ids that follow the prompt, and that the output continues.
+            discard: Function to call before the output starts again, as in `generated`.
 
         Raises:
             InputError: A word in `bad_words` has no tokens.
 
         """
         params = self.spelled(params)
-        output = OutputText(self.tokenizer, params, silent, stop_scope)
-        return generated(self.engine, source, params, request_id, output.read, written)
+
+        def begin() -> Callable[[Progress], Delta | None]:
+            return OutputText(self.tokenizer, params, silent, stop_scope).read
+
+        return generated(self.engine, source, params, request_id, begin, written, discard)
+
+    async def generate_whole(
+        self,
+        source: PromptSource,
+        params: SamplingParams,
+        request_id: str,
+        *,
+        silent: Collection[int] | None = None,
+        stop_scope: StopScope | None = None,
+        written: Sequence[int] = (),
+    ) -> Answer:
+        """Return the whole output for a prompt, as `generate` describes.
+
+        If the weights are replaced meanwhile, the output starts again.
+        """
+        answer = Answer()
+
+        def discard() -> None:
+            nonlocal answer
+            answer = Answer()
+
+        output = self.generate(
+            source, params, request_id, silent=silent, stop_scope=stop_scope, written=written, discard=discard
+        )
+        async with aclosing(output) as deltas:
+            async for delta in deltas:
+                answer.add(delta)
+        return answer
 
     def _count_remade(self, prompt: Prompt) -> None:
         self.media_remade += len(prompt.spans)

@@ -14,7 +14,6 @@ from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import InputError
 from mindie_mm.settings.config import ServiceConfig
 from mindie_mm.worker.answer_file import Line, Requests, batch_id
-from mindie_mm.worker.deltas import Answer
 from mindie_mm.worker.retry import PromptSource
 from mindie_mm.worker.worker import Worker
 from service.http.errors import mistakes_in_words
@@ -49,8 +48,9 @@ class BatchLines(Requests):
         rules = self._rules(worker, body)
         if is_line and isinstance(body, ChatBody):
             rules = await _of_chat(rules, body, source)
-        output = worker.generate(source, rules.params, str(row.row), silent=rules.silent, stop_scope=rules.stop_scope)
-        answer = await Answer.of(output)
+        answer = await worker.generate_whole(
+            source, rules.params, str(row.row), silent=rules.silent, stop_scope=rules.stop_scope
+        )
         if not is_line:
             return self.text_line(row, answer)
         used = len(source.prompt), len(answer.token_ids)

@@ -19,7 +19,6 @@ from mindie_mm.errors import (
     FeatureCountMismatch,
     InputError,
     LimitExceeded,
-    WeightsChanged,
     blaming,
 )
 from mindie_mm.processes import faults
@@ -258,27 +257,32 @@ class Call(OutputRules):
             if index % self.n and params.prompt_logprobs is not None:
                 shared = await prompt_logprobs
                 params = msgspec.structs.replace(params, prompt_logprobs=None)
-            while True:
-                outputs = self.service.worker.generate(
-                    source, params, f"{self.id}-{index}", silent=self.silent, stop_scope=self.stop_scope
-                )
+            begins = True
+
+            def start_again() -> None:
+                nonlocal begins
+                assert discard is not None
+                discard(index)
+                meter.restart()
                 begins = True
-                try:
-                    async with aclosing(outputs) as deltas:
-                        async for delta in deltas:
-                            if delta.prompt_logprobs is not None and not prompt_logprobs.done():
-                                prompt_logprobs.set_result(delta.prompt_logprobs)
-                            meter.add(delta)
-                            faults.point("first-delta" if begins else "next-delta")
-                            has_shared = begins and shared is not None
-                            await add(index, replace(delta, prompt_logprobs=shared) if has_shared else delta)
-                            begins = False
-                    return
-                except WeightsChanged:
-                    if discard is None:
-                        raise
-                    discard(index)
-                    meter.restart()
+
+            output = self.service.worker.generate(
+                source,
+                params,
+                f"{self.id}-{index}",
+                silent=self.silent,
+                stop_scope=self.stop_scope,
+                discard=None if discard is None else start_again,
+            )
+            async with aclosing(output) as deltas:
+                async for delta in deltas:
+                    if delta.prompt_logprobs is not None and not prompt_logprobs.done():
+                        prompt_logprobs.set_result(delta.prompt_logprobs)
+                    meter.add(delta)
+                    faults.point("first-delta" if begins else "next-delta")
+                    has_shared = begins and shared is not None
+                    await add(index, replace(delta, prompt_logprobs=shared) if has_shared else delta)
+                    begins = False
 
     async def _search(
         self, source: PromptSource, index: int, found: asyncio.Future[list[BeamSearchSequence]], add: Add

@@ -21,7 +21,6 @@ from mindie_mm.errors import OperationalError
 from mindie_mm.processes.ipc import Child, Failure
 from mindie_mm.settings.config import EngineConfig, WorkerConfig
 from mindie_mm.worker.async_engine import AsyncEngine
-from mindie_mm.worker.deltas import Answer
 from mindie_mm.worker.worker import Worker
 
 PROMPT = np.arange(10, 40, dtype=np.int64)
@@ -252,7 +251,7 @@ async def test_a_stop_string_ends_the_answer_at_the_same_token(worker, monkeypat
         regrouped = Regrouped(engine, step_s)
         monkeypatch.setattr(worker, "engine", regrouped)
         asked = msgspec.structs.replace(params, stop=stop)
-        found = await Answer.of(worker.answer(PROMPT, asked, f"{step_s} {stop}"))
+        found = await worker.whole_answer(PROMPT, asked, f"{step_s} {stop}")
         found.texts, found.timings = [found.text], None
         return found, max(regrouped.sizes)
 

@@ -88,7 +88,7 @@ def numbers(answer: Answer) -> list[float]:
 )
 async def test_a_stream_continues_as_an_undisturbed_stream(worker: Worker, image: Path, case: str) -> None:
     params = msgspec.structs.replace(DRAWN, **CASES[case])
-    whole = await Answer.of(worker.answer(request(image), params, "whole"))
+    whole = await worker.whole_answer(request(image), params, "whole")
     found = await disturbed(worker, request(image), params, (10,))
     assert (found.text, found.token_ids) == (whole.text, whole.token_ids)
     assert found.finish_reason == whole.finish_reason
@@ -107,7 +107,7 @@ async def test_a_stream_without_a_seed_repeats_and_skips_no_token(worker: Worker
     ids = found.token_ids
     forced = SamplingParams(temperature=0, max_tokens=1, logprobs=0, logprob_token_ids=(ids[30],))
     async with worker.prompt(request(image), forced) as source:
-        checked = await Answer.of(worker.generate(source, forced, "checked", written=ids[:30]))
+        checked = await worker.generate_whole(source, forced, "checked", written=ids[:30])
     ((_, logprob),) = checked.logprobs[0].top
     assert found.logprobs[30].logprob == pytest.approx(logprob, abs=1e-4)
 

@@ -32,8 +32,8 @@ def drew(*token_ids, **more):
     return Progress(request_id="a", token_ids=[*token_ids], **more)
 
 
-def unchanged(step):
-    return step
+def unchanged():
+    return lambda step: step
 
 
 class Script:
@@ -158,6 +158,15 @@ async def test_an_answer_does_not_continue_with_other_weights():
     changed = WeightsChanged("other")
     with pytest.raises(WeightsChanged):
         await outputs(PromptSource(FIRST), Script([drew(1), RELOADED], [changed]))
+
+
+async def test_an_answer_starts_again_with_other_weights_if_its_parts_can_be_discarded():
+    engine = Script([drew(1, origin=Origin(b"prompt", b"old")), RELOADED], [WeightsChanged("other")], [drew(2)])
+    asked_to = []
+    again = generated(engine, PromptSource(FIRST), PARAMS, "a", unchanged, discard=lambda: asked_to.append("discard"))
+    assert [step.token_ids async for step in again] == [[1], [2]]
+    assert asked_to == ["discard"]
+    assert engine.calls[2] == engine.calls[0]
 
 
 async def test_an_answer_keeps_the_times_until_its_first_token():
