@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from service.http import connection
 
+LostConnection = tuple[tuple[str, int], asyncio.Future[tuple[connection.Connection, Exception | None]]]
 TIMEOUT_S, WAIT_S = 0.3, 60
 CHUNKED = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
 WHOLE = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n"
@@ -72,20 +73,25 @@ async def serving(pause_s: int = WAIT_S) -> AsyncIterator[tuple[str, int]]:
         await running
 
 
+@pytest.fixture(scope="module")
+async def shared_address() -> AsyncIterator[tuple[str, int]]:
+    """Yield the address of one server for all tests, because a server takes 0.2 s to start and end."""
+    async with serving() as server_address:
+        yield server_address
+
+
 @pytest.fixture
-async def address(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[str, int]]:
-    """Yield the address of a server with long time limits."""
+def address(shared_address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> tuple[str, int]:
+    """Return the address of the server, which has long time limits."""
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", WAIT_S)
-    async with serving() as server_address:
-        yield server_address
+    return shared_address
 
 
 @pytest.fixture
-async def hasty(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[str, int]]:
-    """Yield the address of a server that waits only `TIMEOUT_S` for a request's head."""
+def hasty(shared_address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> tuple[str, int]:
+    """Return the address of the server, which waits only `TIMEOUT_S` for a request's head."""
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", TIMEOUT_S)
-    async with serving() as server_address:
-        yield server_address
+    return shared_address
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHost: a\r\n", b"GET"])
@@ -234,24 +240,33 @@ async def test_chunks_that_are_not_small_are_unlimited(address: tuple[str, int])
     writer.close()
 
 
-async def test_a_reset_connection_leaves_no_timer(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+async def lost_connection(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[LostConnection]:
+    """Yield the address of a server of its own, and a future of its first lost connection and the error."""
     lost = asyncio.get_running_loop().create_future()
     connection_lost = connection.Connection.connection_lost
+    async with serving() as own_address:
 
-    def watched(self: connection.Connection, exc: Exception | None) -> None:
-        connection_lost(self, exc)
-        lost.set_result((exc, self.timeout_keep_alive_task))
+        def watched(self: connection.Connection, exc: Exception | None) -> None:
+            connection_lost(self, exc)
+            if self.server == own_address:
+                lost.set_result((self, exc))
 
-    monkeypatch.setattr(connection.Connection, "connection_lost", watched)
+        monkeypatch.setattr(connection.Connection, "connection_lost", watched)
+        yield own_address, lost
+
+
+async def test_a_reset_connection_leaves_no_timer(lost_connection: LostConnection) -> None:
+    address, lost = lost_connection
     reader, writer = await asyncio.open_connection(*address)
     async with asyncio.timeout(WAIT_S):
         writer.write(WHOLE + b"hi")
         await reader.readuntil(b"\r\n\r\nhi")
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         writer.close()
-        exc, timer = await lost
+        served, exc = await lost
     assert isinstance(exc, ConnectionResetError)
-    assert timer is None
+    assert served.timeout_keep_alive_task is None
 
 
 async def test_a_body_and_a_pause_may_take_longer_than_a_head(hasty: tuple[str, int]) -> None:
@@ -478,21 +493,15 @@ async def test_pipelined_requests_up_to_the_limit_are_answered_repeatedly(addres
     writer.close()
 
 
-async def test_a_closed_connection_ends_its_request(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    left = asyncio.get_running_loop().create_future()
-    connection_lost = connection.Connection.connection_lost
-
-    def watched(self: connection.Connection, exc: Exception | None) -> None:
-        connection_lost(self, exc)
-        left.set_result(self)
-
-    monkeypatch.setattr(connection.Connection, "connection_lost", watched)
+async def test_a_closed_connection_ends_its_request(lost_connection: LostConnection) -> None:
+    address, lost = lost_connection
     _, writer = await asyncio.open_connection(*address)
     async with asyncio.timeout(WAIT_S):
         writer.write(WHOLE.replace(b"/", b"/left", 1) + b"hi")
         await asyncio.sleep(0.1)
         writer.close()
-        await asyncio.gather(*(await left).tasks)
+        served, _ = await lost
+        await asyncio.gather(*served.tasks)
 
 
 async def test_pipelined_requests_may_come_in_pieces(hasty: tuple[str, int]) -> None:
