@@ -99,6 +99,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fail], set[str]]:
 
 
 @pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
 def test_a_killed_engine_loses_no_answer(
     folder: Path, whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replicas: int
 ) -> None:

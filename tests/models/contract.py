@@ -401,6 +401,7 @@ class FamilyContract:
     def test_keys_of_its_configuration_are_known(self, path: Path) -> None:
         assert family_named(self.name).unknown_keys(Checkpoint.open(path)) == []
 
+    @pytest.mark.representative
     def test_unknown_keys_in_any_section_are_named(self, path: Path) -> None:
         family, own = family_named(self.name), Checkpoint.open(path)
         config = deepcopy(dict(own.config))
@@ -495,11 +496,15 @@ class FamilyContract:
         assert {kind for items in self.prompts.values() for item in items for kind in item} >= set(family.kinds)
 
     def test_missing_preprocessing_settings_are_named(self, path, tmp_path):
-        """A settings file that is missing, broken or incomplete is refused. Defaults are not used instead."""
+        """Defaults are not used instead."""
+        if (file := self.settings_file) is not None:
+            self.assert_refused(without_settings(path, tmp_path / "other"), file)
+
+    @pytest.mark.representative
+    def test_broken_preprocessing_settings_are_named(self, path, tmp_path):
         if (file := self.settings_file) is None:
             return
         out = without_settings(path, tmp_path / "other")
-        self.assert_refused(out, file)
         for content in ("{", "[]", '"text"', ""):
             (out / file).write_text(content)
             self.assert_refused(out, file)
@@ -509,6 +514,7 @@ class FamilyContract:
             joint.write_text(content)
             self.assert_refused(out, "processor_config.json")
 
+    @pytest.mark.representative
     def test_missing_files_of_the_tokenizer_are_named_with_what_to_do(self, path, tmp_path):
         out = without_weights(path, tmp_path / "other")
         for file in VOCABULARIES:
@@ -518,6 +524,7 @@ class FamilyContract:
         ):
             Tokenizer.from_pretrained(out)
 
+    @pytest.mark.representative
     def test_a_missing_tokenizer_config_is_named_with_what_to_do_unless_it_is_not_needed(self, path, tmp_path):
         out = without_weights(path, tmp_path / "other")
         for file in ("tokenizer_config.json", "special_tokens_map.json"):
@@ -527,6 +534,7 @@ class FamilyContract:
         except UnsupportedCheckpoint as error:
             assert re.search(r"tokenizer_config\.json.*[.;] [Cc]opy .* from the original repository", str(error))  # noqa: PT017
 
+    @pytest.mark.representative
     def test_settings_of_an_unknown_class_are_refused(self, path, tmp_path):
         if self.settings_file != "preprocessor_config.json":
             return
@@ -831,6 +839,7 @@ class FamilyContract:
             with pytest.raises(UnsupportedCheckpoint, match=f"has no MindIE layout for {', '.join(missing)}$"):
                 Tokenizer.from_pretrained(path, wire="mindie")
 
+    @pytest.mark.representative
     def test_a_text_may_omit_special_tokens(self, path, tokenizer):
         encode = family_named(self.name).tokenizer(Checkpoint.open(path))
         for text in ("hello  world", " a", ""):
@@ -871,6 +880,7 @@ class FamilyContract:
                 letters = re.sub(r"\W", "", encode.decode(ids, skip_special_tokens=True))
                 assert re.sub(r"\W", "", "".join(texts)).lower() in letters.lower(), texts
 
+    @pytest.mark.representative
     def test_ids_whose_placeholders_do_not_match_the_media_are_refused(self, path, reference, tokenizer, path_file):
         encode = family_named(self.name).tokenizer(Checkpoint.open(path))
         for items in self.prompts.values():
@@ -1076,6 +1086,7 @@ class FamilyContract:
                     num_compared += 1
         assert num_compared > 100
 
+    @pytest.mark.representative
     def test_frame_lists_of_any_length_are_accepted(self, processor):
         if "video" not in family_named(self.name).kinds:
             return
@@ -1112,6 +1123,7 @@ class FamilyContract:
                 with under(most), pytest.raises(LimitExceeded, match=r"the request's .* the limit is "):
                     processor.plan(Media(kind, data), data, {kind: 1})
 
+    @pytest.mark.sampled(1)
     @pytest.mark.parametrize("rate", [0.5, 3.0, 24.0])
     def test_given_frames_are_all_used_at_their_rate(self, rate, reference, model, tokenizer, path_file):
         """All frames are used, whether they are given as an array or as a list of pictures."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from playwright.sync_api import Page, expect
 
 from tests.web.conftest import COMPLETIONS, Noted, answer_with, ask, chunk_of, set_in_settings
@@ -63,6 +64,7 @@ def test_markdown_is_shown_without_active_content(page: Page, noted: Noted) -> N
     expect(answer.locator("code")).to_have_text("short")
 
 
+@pytest.mark.slow
 def test_reasoning_and_tool_calls_are_folded(page: Page) -> None:
     """The user writes the results of the tools, and the page sends them with the calls."""
     started = {"index": 0, "id": "call_1", "function": {"name": "report", "arguments": ""}}

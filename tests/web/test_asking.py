@@ -60,6 +60,7 @@ def test_the_conversation_is_sent(page: Page, files: Path, noted: Noted) -> None
     assert not any(url.endswith("/x") for url in noted.requests)
 
 
+@pytest.mark.slow
 def test_dropped_and_pasted_pictures_are_attached(page: Page, files: Path) -> None:
     drop = transferred(page, files / "scene.png", "image/png")
     page.locator("main").dispatch_event("dragover", {"dataTransfer": drop})
@@ -85,6 +86,7 @@ COPIES = {
 }
 
 
+@pytest.mark.slow
 def test_only_cells_pasted_into_a_text_field_stay_text(page: Page, files: Path) -> None:
     """In all other cases, the picture is attached. The test uses the browser's real clipboard and keyboard events."""
     question = page.get_by_label("Question", exact=True)
@@ -115,6 +117,7 @@ def test_only_cells_pasted_into_a_text_field_stay_text(page: Page, files: Path) 
                 page.get_by_role("button", name="Remove image.png").click()
 
 
+@pytest.mark.slow
 def test_documents_are_sent_as_files(page: Page, files: Path) -> None:
     """The extension .ts belongs to a video or to TypeScript, so the content decides."""
     page.get_by_label("Attach files").set_input_files([files / "notes.ts", files / "page.pdf", files / "data.bin"])
@@ -135,6 +138,7 @@ def test_documents_are_sent_as_files(page: Page, files: Path) -> None:
     assert saved.value.suggested_filename == "notes.ts"
 
 
+@pytest.mark.slow
 def test_examples_are_answered(page: Page) -> None:
     answers = {"What is in the image": "red square", "Which way does the shape": "right", "How many beeps": "3"}
     for question, answer in answers.items():
@@ -145,6 +149,7 @@ def test_examples_are_answered(page: Page) -> None:
         expect(page.locator("article")).to_have_count(0)
 
 
+@pytest.mark.slow
 def test_timings_and_tokens_are_those_of_the_answer(page: Page, service: RunningService, files: Path) -> None:
     """Files of each kind are answered together. A button shows the figures, which screen readers do not read out."""
     attach(page, files / "star.jpg", files / "right.mp4", files / "beeps.wav")
@@ -247,6 +252,7 @@ def test_errors_are_shown_in_words(page: Page, files: Path) -> None:
     expect(page.get_by_text("2 of 2")).to_be_visible()
 
 
+@pytest.mark.slow
 def test_settings_are_checked_sent_and_kept(page: Page) -> None:
     """An invalid setting is shown when the user asks. The settings survive a reload, and Reset clears them."""
     page.get_by_role("button", name="Settings").click()

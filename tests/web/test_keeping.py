@@ -105,6 +105,7 @@ def test_a_turn_that_could_not_be_kept_is_kept_with_the_next_one(page: Page) -> 
     expect(page.locator("article")).to_have_count(2)
 
 
+@pytest.mark.slow
 def test_a_question_survives_if_the_page_is_closed_during_its_answer(page: Page, files: Path) -> None:
     """A question without an answer goes back to the form, and is not kept."""
     hold(page)
@@ -134,6 +135,7 @@ def test_a_question_survives_if_the_page_is_closed_during_its_answer(page: Page,
     expect(rows).to_have_text(["Which shape is it?"])
 
 
+@pytest.mark.slow
 def test_a_conversation_that_is_deleted_while_it_is_answered_stays_deleted(page: Page) -> None:
     ask(page, "Hello!")
     held = hold(page)
@@ -150,6 +152,7 @@ def test_a_conversation_that_is_deleted_while_it_is_answered_stays_deleted(page:
     assert len(held) == 1
 
 
+@pytest.mark.slow
 def test_a_conversation_keeps_its_system_prompt_while_another_one_is_shown(page: Page) -> None:
     """An answer arrives in the background, and its conversation is opened again."""
     prompt = page.locator("#system")
@@ -179,6 +182,7 @@ def test_text_that_is_nested_too_deeply_is_shown_as_it_is(page: Page) -> None:
     expect(answer).to_have_text(">" * 3000)
 
 
+@pytest.mark.slow
 def test_the_page_works_without_a_place_to_keep_conversations(page: Page) -> None:
     """Browsers may refuse IndexedDB and the clipboard, for example on pages from other machines."""
     page.evaluate("""() => {

@@ -29,6 +29,7 @@ ASKED_FIRST = """() => {
 TRACKS = "window.streams.flatMap((stream) => stream.getTracks()).map((track) => track.readyState)"
 
 
+@pytest.mark.slow
 def test_recordings_are_attached_and_answered(page: Page) -> None:
     questions = {"audio": "How many beeps do you hear?", "video": "Which way does the shape move?"}
     for number, (kind, name) in enumerate((("audio", "Record sound"), ("video", "Record video"))):
