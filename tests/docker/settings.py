@@ -12,7 +12,7 @@ VARIABLES = {f"MINDIE_MM_{field.name.upper()}" for cls in CLASSES for field in d
     f"MINDIE_MM_{part.upper()}" for part in PARTS
 }
 """Names of the environment variables of all settings."""
-PAGE = (ROOT / "docs/operate.md").read_text()
+PAGE = (ROOT / "docs/deploy.md").read_text()
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 
 
@@ -24,6 +24,6 @@ def nbytes(size: str) -> int:
 
 
 def shm_bytes(arena_bytes: int) -> int:
-    """Return the size in bytes that /dev/shm must have for an arena, according to docs/operate.md."""
+    """Return the size in bytes that /dev/shm must have for an arena, according to docs/deploy.md."""
     (room,) = re.findall(r"/dev/shm must have room for\s+`--arena-bytes` and for\s+(\d+) MiB", PAGE)
     return arena_bytes + int(room) * 2**20

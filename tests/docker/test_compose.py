@@ -23,7 +23,7 @@ FOUND = yaml.safe_load(FILE.read_text())
 CACHE = "/var/cache/huggingface"
 """Folder of downloaded checkpoints. The image has it, because a new volume gets the owner of the image's folder."""
 MONITORING = ("prometheus", "grafana")
-BUILDS = ("docker/Dockerfile.npu", "docs/operate.md")
+BUILDS = ("docker/Dockerfile.npu", "docs/deploy.md")
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
 

@@ -28,7 +28,7 @@ VERSIONS = ("1.25", "1.31", "1.37")
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 RESOURCES = {"cpu": {}, "cuda": {"nvidia.com/gpu": "1"}, "npu": {"huawei.com/Ascend910": "1"}}
 GRACE_PLUS_S = 5
-"""Seconds that a stop may take in addition to the grace time, according to docs/operate.md."""
+"""Seconds that a stop may take in addition to the grace time, according to docs/deploy.md."""
 
 
 def helm(command: str, *options: str) -> subprocess.CompletedProcess[str]:

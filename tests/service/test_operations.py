@@ -1,4 +1,4 @@
-"""Tests of the runbook in docs/operate.md. Each command runs in a situation for which it is meant."""
+"""Tests for the runbook in docs/operate.md. Each command runs in a situation for which it is meant."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def commands() -> list[str]:
-    """Return the commands in the page's fenced blocks of shell code, in order."""
-    blocks = re.findall(r"^```sh\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    """Return the commands in the fenced blocks of shell code in the section about a full /dev/shm, in order."""
+    section = PAGE.read_text().partition("\n## /dev/shm is full")[2].partition("\n## ")[0]
+    blocks = re.findall(r"^```sh\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
     return [line for block in blocks for line in block.splitlines()]
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,15 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from mindie_mm.cli import main
+from mindie_mm.settings.config import ServiceConfig
 from mindie_mm.settings.sources import CLASSES, PARTS, configuration
+from service.http.clients import Clients
 from service.http.page import PATHS as page_paths  # noqa: N811
 from tools.serving import RunningService
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGE = "\n".join((DOCS / f"{name}.md").read_text() for name in ("serve", "operate", "monitoring", "security", "npu"))
+GUIDES = ("quickstart", "serve", "python", "batch", "deploy", "operate", "monitoring", "security", "npu")
+PAGE = "\n".join((DOCS / f"{name}.md").read_text() for name in GUIDES)
 ALERTS = (DOCS.parent / "docker/monitoring/alerts.yaml").read_text()
 OTHERS = {
     *(
@@ -41,8 +46,9 @@ OTHERS = {
     ),
     *("--read-only", "--cap-drop", "--device", "--gpus", "--group-add", "--build-arg", "--profile", "--build"),
     *("--exclude", "--local-dir", "--set", "--from-literal", "--index-url", "--help", "--unix-socket"),
+    *("--now", "--sort"),
 }
-"""Options of docker, kubectl, helm, hf, pip, click and curl."""
+"""Options of docker, kubectl, helm, hf, pip, click, curl, systemctl and tar."""
 VLLM = {
     *("num_requests_running", "num_requests_waiting", "num_preemptions_total", "kv_cache_usage_perc"),
     *("cache_config_info", "prefix_cache_queries_total", "prefix_cache_hits_total", "mm_cache_queries_total"),
@@ -80,6 +86,37 @@ def options(command: click.Command) -> Iterator[str]:
             yield from options(subcommand)
 
 
+def commands(text: str) -> list[list[str]]:
+    """Return the arguments of each command `mindie-mm` in a block of shell code."""
+    lines = text.replace("\\\n", " ").splitlines()
+    return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("mindie-mm ")]
+
+
+@pytest.mark.parametrize("arguments", [one for text in fenced("sh") for one in commands(text)], ids=" ".join)
+def test_every_documented_command_has_the_arguments_that_it_takes(arguments: list[str]) -> None:
+    command: click.Command = main
+    while isinstance(command, click.Group):
+        name, *arguments = arguments
+        if name.startswith("--"):
+            return
+        found = command.get_command(click.Context(command), name)
+        assert found is not None, name
+        command = found
+    context = click.Context(command, info_name=command.name)
+    _, left, _ = command.make_parser(context).parse_args(arguments)
+    assert left == []
+
+
+def test_the_documented_keys_file_is_valid(tmp_path: Path) -> None:
+    (text,) = [one for one in fenced("toml") if "requests_per_minute" in one]
+    first, second = text.replace('key = "..."', 'key = "one"', 1).replace('key = "..."', 'key = "two"').split("\n\n")
+    file = tmp_path / "keys.toml"
+    file.write_text(f"{first}\n\n{second}")
+    client = Clients(ServiceConfig(api_key_file=file)).find(sha256(b"two").digest())
+    assert client is not None
+    assert client.name == "alice@example.org"
+
+
 def test_every_documented_option_exists() -> None:
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE))
     assert named - set(options(main)) - OTHERS == set()
@@ -92,7 +129,7 @@ def test_every_documented_variable_exists() -> None:
 
 
 def test_the_documented_settings_file_is_valid(tmp_path: Path) -> None:
-    (text,) = fenced("toml")
+    (text,) = [one for one in fenced("toml") if "served_model_name" in one]
     file = tmp_path / "settings.toml"
     file.write_text(text)
     loaded = configuration({}, file)

@@ -1,4 +1,4 @@
-"""Tests of a service behind nginx and HAProxy, with the configurations in docs/operate.md."""
+"""Tests of a service behind nginx and HAProxy, with the configurations in docs/deploy.md."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.service.conftest import MiB
 from tests.watching import metric, wait_until
 from tools.serving import RunningService
 
-PAGE = (Path(__file__).parents[2] / "docs/operate.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs/deploy.md").read_text(encoding="utf-8")
 NGINX = """
 daemon off; master_process off; pid {folder}/pid; error_log stderr;
 events {{}}

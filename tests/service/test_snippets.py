@@ -25,6 +25,7 @@ README = (ROOT / "README.md").read_text()
 PYTHON_PAGE = (ROOT / "docs/python.md").read_text()
 MINDIE_PAGE = (ROOT / "docs/mindie.md").read_text()
 QUICKSTART = (ROOT / "docs/quickstart.md").read_text()
+GUIDES = ("quickstart", "index", "serve", "deploy", "operate", "monitoring", "structured-outputs", "tool-calls")
 SERVED_AT = "http://127.0.0.1:8000"
 
 
@@ -76,20 +77,41 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_curl_command_is_answered(service: RunningService) -> None:
+def curl(script: str, service: RunningService) -> str:
+    """Run a code block from its first call to curl on, and return the output. An answer with an error is a failure."""
     if shutil.which("curl") is None:
         pytest.skip("no curl")
-    script = snippet(README, "sh", "curl").replace(SERVED_AT, service.url)
-    ended = subprocess.run(["sh", "-c", script], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
-    assert "circle" in json.loads(ended.stdout)["choices"][0]["message"]["content"]
+    script = script[script.index("curl ") :].replace(SERVED_AT, service.url)
+    script = script.replace("curl ", "curl --silent --show-error --fail-with-body ").replace(" -sf ", " ")
+    ended = subprocess.run(["sh", "-c", script], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    assert ended.returncode == 0, (ended.stdout, ended.stderr)
+    return ended.stdout
+
+
+def curl_commands() -> list[Any]:
+    """Return the calls to curl in the guides, but for those on a Unix socket or with the key of an administrator."""
+    pages = [(name, (ROOT / f"docs/{name}.md").read_text()) for name in GUIDES]
+    return [
+        pytest.param(code, id=f"{name}-{place}")
+        for name, page in pages
+        for place, code in enumerate(re.findall(r"^```sh\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))
+        if "curl " in code and "--unix-socket" not in code and "ADMIN_KEY" not in code
+    ]
+
+
+def test_the_curl_command_is_answered(service: RunningService) -> None:
+    answer = json.loads(curl(snippet(README, "sh", "curl"), service))
+    assert "circle" in answer["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize("script", curl_commands())
+def test_each_curl_command_of_the_guides_is_answered(service: RunningService, script: str) -> None:
+    assert curl(script, service)
 
 
 def test_the_quickstart_shows_the_answer_about_an_image(service: RunningService) -> None:
-    if shutil.which("curl") is None:
-        pytest.skip("no curl")
-    script = snippet(QUICKSTART, "sh", "/v1/chat").replace(SERVED_AT, service.url)
-    ended = subprocess.run(["sh", "-c", script], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
-    assert [shape(json.loads(ended.stdout))] == [shape(one) for one in json_values(output(QUICKSTART, "/v1/chat"))]
+    answer = json.loads(curl(snippet(QUICKSTART, "sh", "/v1/chat"), service))
+    assert [shape(answer)] == [shape(one) for one in json_values(output(QUICKSTART, "/v1/chat"))]
 
 
 def test_the_quickstart_shows_the_streamed_answer(service: RunningService, capsys: pytest.CaptureFixture[str]) -> None:
