@@ -46,9 +46,9 @@ OTHERS = {
     ),
     *("--read-only", "--cap-drop", "--device", "--gpus", "--group-add", "--build-arg", "--profile", "--build"),
     *("--exclude", "--local-dir", "--set", "--from-literal", "--index-url", "--help", "--unix-socket"),
-    *("--now", "--sort"),
+    *("--now", "--sort", "--cpu-list", "--no-buffer", "--retry", "--retry-delay", "--retry-connrefused"),
 }
-"""Options of docker, kubectl, helm, hf, pip, click, curl, systemctl and tar."""
+"""Options of docker, kubectl, helm, hf, pip, click, curl, systemctl, tar and taskset."""
 VLLM = {
     *("num_requests_running", "num_requests_waiting", "num_preemptions_total", "kv_cache_usage_perc"),
     *("cache_config_info", "prefix_cache_queries_total", "prefix_cache_hits_total", "mm_cache_queries_total"),

@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 PYTHON_PAGE = (ROOT / "docs/python.md").read_text()
 MINDIE_PAGE = (ROOT / "docs/mindie.md").read_text()
+SERVE_PAGE = (ROOT / "docs/serve.md").read_text()
 QUICKSTART = (ROOT / "docs/quickstart.md").read_text()
 GUIDES = ("quickstart", "index", "serve", "deploy", "operate", "monitoring", "structured-outputs", "tool-calls")
 SERVED_AT = "http://127.0.0.1:8000"
@@ -77,25 +78,25 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def curl(script: str, service: RunningService) -> str:
-    """Run a code block from its first call to curl on, and return the output. An answer with an error is a failure."""
+def curl(script: str, service: RunningService, *, refused: bool = False) -> str:
+    """Run a code block from its first call to curl on, and return the output. `refused` requests get an error."""
     if shutil.which("curl") is None:
         pytest.skip("no curl")
     script = script[script.index("curl ") :].replace(SERVED_AT, service.url)
     script = script.replace("curl ", "curl --silent --show-error --fail-with-body ").replace(" -sf ", " ")
     ended = subprocess.run(["sh", "-c", script], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
-    assert ended.returncode == 0, (ended.stdout, ended.stderr)
+    assert ended.returncode == (22 if refused else 0), (ended.stdout, ended.stderr)
     return ended.stdout
 
 
 def curl_commands() -> list[Any]:
-    """Return the calls to curl in the guides, but for those on a Unix socket or with the key of an administrator."""
+    """Return the calls to curl in the guides, but not those on a Unix socket, with an admin key, or with an error."""
     pages = [(name, (ROOT / f"docs/{name}.md").read_text()) for name in GUIDES]
     return [
         pytest.param(code, id=f"{name}-{place}")
         for name, page in pages
         for place, code in enumerate(re.findall(r"^```sh\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))
-        if "curl " in code and "--unix-socket" not in code and "ADMIN_KEY" not in code
+        if "curl " in code and not re.search("--unix-socket|ADMIN_KEY|192.168", code)
     ]
 
 
@@ -112,6 +113,11 @@ def test_each_curl_command_of_the_guides_is_answered(service: RunningService, sc
 def test_the_quickstart_shows_the_answer_about_an_image(service: RunningService) -> None:
     answer = json.loads(curl(snippet(QUICKSTART, "sh", "/v1/chat"), service))
     assert [shape(answer)] == [shape(one) for one in json_values(output(QUICKSTART, "/v1/chat"))]
+
+
+def test_the_guide_shows_why_a_request_is_refused(service: RunningService) -> None:
+    answer = curl(snippet(SERVE_PAGE, "sh", "192.168.0.7"), service, refused=True)
+    assert json.loads(answer) == json.loads(output(SERVE_PAGE, "192.168.0.7"))
 
 
 def test_the_quickstart_shows_the_streamed_answer(service: RunningService, capsys: pytest.CaptureFixture[str]) -> None:
