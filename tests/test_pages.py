@@ -163,3 +163,16 @@ def test_the_index_of_decisions_has_every_title() -> None:
 def test_paths_named_in_decisions_exist(page: Path) -> None:
     for path in re.findall(r"`((?:mindie_mm|service|tests|tools)/[\w/.]+)`", page.read_text(encoding="utf-8")):
         assert (ROOT / path).exists(), f"{page.name}: there is no {path}"
+
+
+def test_the_guide_for_families_quotes_the_examples() -> None:
+    guide = (ROOT / "docs/adding-a-model.md").read_text(encoding="utf-8")
+    example = ROOT / "examples/minigpt4"
+    modules = [*example.glob("mindie_mm_*.py"), *ROOT.glob("examples/llava_v1/mindie_mm_*.py")]
+    code = [module.read_text(encoding="utf-8") for module in modules]
+    blocks = re.findall(r"^```python\n(.*?)^```$", guide, re.MULTILINE | re.DOTALL)
+    assert len(blocks) >= 6
+    for block in blocks:
+        assert any(block in module for module in code), block
+    (entry,) = re.findall(r"^```toml\n(.*?)^```$", guide, re.MULTILINE | re.DOTALL)
+    assert entry in (example / "pyproject.toml").read_text(encoding="utf-8")

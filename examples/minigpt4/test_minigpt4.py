@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
@@ -125,23 +124,28 @@ class MiniGPT4Reference(Reference):
         return inputs
 
     @torch.inference_mode()
-    def embeddings(self, items: Items) -> torch.Tensor:
-        inputs = self.inputs(items)
-        hidden = self.model.get_input_embeddings()(inputs["input_ids"])
-        if "pixel_values" in inputs:
-            features = self.model.get_image_features(inputs["pixel_values"]).pooler_output
-            hidden[inputs["input_ids"] == self.model.config.image_token_id] = features.flatten(0, 1)
-        return hidden
+    def logits(self, items: Items) -> torch.Tensor:
+        return self.logits_of(self.inputs(items))[0]
 
     @torch.inference_mode()
-    def logits(self, items: Items) -> torch.Tensor:
-        return self.model.language_model(inputs_embeds=self.embeddings(items)).logits[0].float()
+    def logits_of(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the logits, float32 [rows, T, vocabulary]."""
+        return self.model.language_model(**self._with_features(inputs)).logits.float()
 
     @torch.inference_mode()
     def generate(self, items: Items, count: int) -> list[int]:
-        hidden = self.embeddings(items)
-        out = self.model.language_model.generate(inputs_embeds=hidden, max_new_tokens=count, do_sample=False)
-        return out[0].tolist()
+        inputs = self._with_features(self.inputs(items))
+        return self.model.language_model.generate(**inputs, max_new_tokens=count, do_sample=False)[0].tolist()
+
+    def _with_features(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Replace ids and pixels by embeddings."""
+        others = {**inputs}
+        ids, pixels = others.pop("input_ids"), others.pop("pixel_values", None)
+        hidden = self.model.get_input_embeddings()(ids)
+        if pixels is not None:
+            features = self.model.get_image_features(pixels).pooler_output
+            hidden[ids == self.model.config.image_token_id] = features.flatten(0, 1)
+        return others | {"inputs_embeds": hidden}
 
 
 @pytest.fixture(scope="module")
@@ -171,6 +175,9 @@ class TestMiniGPT4(FamilyContract):
     @classmethod
     def make_reference(cls, path: Path) -> Reference:
         return MiniGPT4Reference(path)
+
+    def logits_of_inputs(self, reference: MiniGPT4Reference, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return reference.logits_of(inputs)
 
 
 @pytest.mark.usefixtures("importable")
@@ -226,16 +233,3 @@ def test_its_chat_is_served(installed: Path, checkpoint: Path, tmp_path: Path) -
         assert refused.status_code == 400
         assert "does not accept video inputs; it accepts image" in refused.json()["error"]["message"]
         assert running.wait_until_free()["blocks"] == 0
-
-
-def test_the_guide_is_taken_from_here() -> None:
-    guide = (HERE.parents[1] / "docs/adding-a-model.md").read_text(encoding="utf-8")
-    blocks = [one for one in re.findall(r"```python\n(.*?)```", guide, re.DOTALL) if "LlavaV1" not in one]
-    module = (HERE / "mindie_mm_minigpt4.py").read_text(encoding="utf-8")
-    assert len(blocks) >= 5
-    for block in blocks:
-        assert block in module, block
-    entry = "\n".join(
-        line.strip() for line in re.findall(r"^    .*mindie_mm.*$", guide.split("Outside this")[1], re.MULTILINE)
-    )
-    assert entry in (HERE / "pyproject.toml").read_text(encoding="utf-8")
