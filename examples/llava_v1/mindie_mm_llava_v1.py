@@ -15,18 +15,20 @@ class LlavaV1(Llava):
 
     model_types = ("llava_v1",)
     module_name = "LlavaForConditionalGeneration"
-    reference = "transformers' LlavaForConditionalGeneration, with a linear layer as its projector"
+    reference = "transformers' LLaVA, with a linear layer as its projector"
 
     @classmethod
     def module_class(cls) -> type[Any]:
-        from torch import nn  # imported late, like transformers, because tokenizer processes do not need it
+        # Imported late, because tokenizer processes do not need it.
+        from torch import nn
 
         base: type[Any] = super().module_class()
 
         class WithLinearProjector(base):
             def __init__(self, config: Any) -> None:
                 super().__init__(config)
-                widths = config.vision_config.hidden_size, config.text_config.hidden_size
-                self.model.multi_modal_projector = nn.Linear(*widths)
+                width_in = config.vision_config.hidden_size
+                width_out = config.text_config.hidden_size
+                self.model.multi_modal_projector = nn.Linear(width_in, width_out)
 
         return WithLinearProjector

@@ -56,7 +56,8 @@ class MiniGPT4Processor(Processor):
         self.normalizations = {"image": Normalization.read(pixels)}
         self.feature_width = text_width("Blip2Config", checkpoint)
         self._num_features: int = checkpoint.config.get("num_query_tokens", 32)
-        self.placeholders = {"image": Placeholder((), checkpoint.config["image_token_index"], (), marker=_IN_TEXT)}
+        token = checkpoint.config["image_token_index"]
+        self.placeholders = {"image": Placeholder((), token, (), marker=_IN_TEXT)}
 
     def max_tokens(self, kind: Kind) -> int:
         return self._num_features
@@ -64,23 +65,38 @@ class MiniGPT4Processor(Processor):
     def worst_case(self, kind: Kind) -> Data:
         return np.zeros((self.side, self.side, 3), np.uint8)
 
-    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> tuple[Plan, Write]:
+    def plan(
+        self,
+        media: Media,
+        data: Data,
+        counts: Mapping[Kind, int],
+    ) -> tuple[Plan, Write]:
         image, side = open_image(data), self.side
 
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
             arrays["pixel_values"][0] = resize(image.decode(), side, side)
 
         spec = ArraySpec((1, side, side, 3), "uint8")
-        return Plan(self._num_features, {"pixel_values": spec}, f"image {side}"), write
+        plan = Plan(self._num_features, {"pixel_values": spec}, f"image {side}")
+        return plan, write
 
 
 class MiniGPT4Model(PictureModel, PretrainedModel):
     """The model. `module` is transformers' Blip2ForConditionalGeneration."""
 
-    traits = Traits(vision_parts=("vision_model",), projector_parts=("language_projection",))
+    traits = Traits(
+        vision_parts=("vision_model",),
+        projector_parts=("language_projection",),
+    )
 
-    def __init__(self, module: Any, spec: ModelSpec, processor: MiniGPT4Processor) -> None:
-        super().__init__(module, spec, module.language_model.model, module.language_model.lm_head)
+    def __init__(
+        self,
+        module: Any,
+        spec: ModelSpec,
+        processor: MiniGPT4Processor,
+    ) -> None:
+        text = module.language_model
+        super().__init__(module, spec, text.model, text.lm_head)
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         return list(self.module.get_image_features(self.pixels(items)).pooler_output)
@@ -91,7 +107,7 @@ class MiniGPT4(PretrainedFamily):
 
     model_types = ("minigpt4",)
     kinds = ("image",)
-    reference = "transformers' Blip2ForConditionalGeneration, with the features inserted by the test"
+    reference = "transformers' BLIP-2, with the features inserted by the test"
     processor = MiniGPT4Processor
     module_name = "Blip2ForConditionalGeneration"
     model_class = MiniGPT4Model

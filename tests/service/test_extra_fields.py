@@ -15,9 +15,10 @@ from tokenizers import Tokenizer
 from service.schemas.body import Settings
 from service.schemas.extra_fields import ExtraFields
 from tests.service.conftest import SETTINGS, TINY
+from tools.serving import RunningService
 from training.questions import CHAT_ANSWERS
 
-PAGE = (Path(__file__).parents[2] / "docs/vllm-fields.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/migrate.md").read_text()
 HELLO: Any = [{"role": "user", "content": "Hello!"}]
 GREETING = CHAT_ANSWERS["hello"]
 VOCABULARY = 792
@@ -314,6 +315,14 @@ def test_each_example_of_the_page_is_answered(http: Any) -> None:
     for example in examples:
         answer = http.post("/v1/chat/completions", json={"messages": HELLO, "max_tokens": 4} | limits(example))
         assert answer.status_code == 200, answer.text
+
+
+def test_the_client_of_the_page_is_answered(service: RunningService, capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = [one for one in re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL) if "OpenAI" in one]
+    names: dict[str, Any] = {}
+    exec(compile(code.replace("http://127.0.0.1:8000", service.url), "page", "exec"), names)
+    names["client"].close()
+    assert GREETING in capsys.readouterr().out
 
 
 def limits(example: dict[str, Any]) -> dict[str, Any]:

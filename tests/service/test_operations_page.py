@@ -27,7 +27,7 @@ from service.http.page import PATHS as page_paths  # noqa: N811
 from tools.serving import RunningService
 
 DOCS = Path(__file__).parents[2] / "docs"
-GUIDES = ("quickstart", "serve", "python", "batch", "deploy", "operate", "monitoring", "security", "npu")
+GUIDES = ("quickstart", "serve", "python", "batch", "deploy", "operate", "monitoring", "security", "npu", "migrate")
 PAGE = "\n".join((DOCS / f"{name}.md").read_text() for name in GUIDES)
 ALERTS = (DOCS.parent / "docker/monitoring/alerts.yaml").read_text()
 OTHERS = {

@@ -23,10 +23,20 @@ from tools.serving import RunningService
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 PYTHON_PAGE = (ROOT / "docs/python.md").read_text()
-MINDIE_PAGE = (ROOT / "docs/mindie.md").read_text()
+MINDIE_PAGE = (ROOT / "docs/migrate.md").read_text()
 SERVE_PAGE = (ROOT / "docs/serve.md").read_text()
 QUICKSTART = (ROOT / "docs/quickstart.md").read_text()
-GUIDES = ("quickstart", "index", "serve", "deploy", "operate", "monitoring", "structured-outputs", "tool-calls")
+GUIDES = (
+    "quickstart",
+    "index",
+    "serve",
+    "deploy",
+    "operate",
+    "monitoring",
+    "structured-outputs",
+    "tool-calls",
+    "migrate",
+)
 SERVED_AT = "http://127.0.0.1:8000"
 
 
