@@ -144,8 +144,11 @@ def test_decision_records_are_numbered_without_a_gap() -> None:
 def test_a_decision_record_has_its_sections_and_at_most_350_words(record: Path) -> None:
     text = record.read_text(encoding="utf-8")
     assert text.startswith(f"# {int(record.name[:4])}. ")
-    headings = re.findall("^## (.*)$", text, re.MULTILINE)
-    assert [heading for heading in headings if heading != "Alternatives"] == ["Context", "Decision", "Consequences"]
+    _, *parts = re.split("^## ", text, flags=re.MULTILINE)
+    sections = dict(part.split("\n", 1) for part in parts)
+    assert [*sections] == ["Context", "Alternatives", "Decision", "Consequences"]
+    assert "?" in sections["Context"], "the context ends with the question"
+    assert "because" in sections["Decision"]
     assert len(text.split()) <= 350
 
 
