@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 PYTHON_PAGE = (ROOT / "docs/python.md").read_text()
 MINDIE_PAGE = (ROOT / "docs/migrate.md").read_text()
+BATCH_PAGE = (ROOT / "docs/batch.md").read_text()
 SERVE_PAGE = (ROOT / "docs/serve.md").read_text()
 QUICKSTART = (ROOT / "docs/quickstart.md").read_text()
 GUIDES = (
@@ -193,6 +194,28 @@ def test_encoded_features_take_the_place_of_a_picture(capsys: pytest.CaptureFixt
     shape, text = capsys.readouterr().out.splitlines()
     assert f"# {shape}" in source
     assert text == "red circle"
+
+
+def test_the_rows_of_the_guide_are_tokenized_and_read(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = re.findall(r"^```json\n(.*?)^```$", BATCH_PAGE.partition("\n### Labels")[0], re.MULTILINE | re.DOTALL)
+    rows = [row for block in blocks for row in json_values(block) if "finish_reason" not in row]
+    assert len(rows) == 6
+    (checkout / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "6 rows, " in run_warm("tokenize", "rows.jsonl", "--output", "run/")
+    assert run_warm("inspect", "run/", "0") == output(BATCH_PAGE, "inspect run/ 0")
+    reading = snippet(BATCH_PAGE, "python", "sample.ids")
+    run(reading + snippet(BATCH_PAGE, "python", "packing=64"))
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[:3] == ["0 0 (28,)", "4 16", "(48, 588)"]
+    assert "pixel_values" in printed[3]
+    assert printed[4] == "torch.Size([1, 64])"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("checkout", "copied_workers")
+def test_rows_of_a_program_keep_their_labels(capsys: pytest.CaptureFixture[str]) -> None:
+    run(snippet(BATCH_PAGE, "python", "keep_columns"))
+    assert capsys.readouterr().out == "2 0\n{'label': 5}\n"
 
 
 @pytest.mark.slow
