@@ -11,11 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
-from mindie_mm.decode import Decoders
-from mindie_mm.decode.decoder_messages import DecoderSetup
+import msgspec
+
 from mindie_mm.inputs import Media
 from mindie_mm.media.guard import cancellation
-from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.processes.alone import run_alone
 from mindie_mm.processes.restarts import Restarts
 from mindie_mm.processes.tasks import WorkThread, in_thread
@@ -26,8 +25,9 @@ from mindie_mm.tokenize.clips import Clips
 from mindie_mm.tokenize.prompt import Prompt
 from mindie_mm.tokenize.prompts import Prompts
 from mindie_mm.tokenize.requests import TokenizeRequest
+from mindie_mm.tokenize.setup import Setup
 from mindie_mm.tokenize.stage.tokenizer_stage import TokenizerStage
-from mindie_mm.tokenize.stores import ArenaStore, Preprocessed
+from mindie_mm.tokenize.stores import ArenaStore
 
 
 class LocalTokenizer(TokenizerStage):
@@ -62,38 +62,19 @@ class LocalTokenizer(TokenizerStage):
             ProcessDied: The decoders cannot be started.
 
         """
-        checkpoint = Checkpoint.open(model_path)
-        store = ArenaStore(
-            capacity_bytes=config.arena_bytes,
-            quota_bytes=config.arena_request_bytes,
-            wait_s=config.arena_wait_s,
-            preprocessed=Preprocessed(config.preprocessed_cache_bytes),
-        )
-        decoders: Decoders | None = None
+        setup = msgspec.structs.replace(Setup.of(model_path, config), num_decoders=config.decoders)
+        store, thread = ArenaStore.of(setup), None
         async with AsyncExitStack() as resources:
             await in_thread(partial(collect, [default_spool()]))  # without a service, no other process collects
             resources.callback(store.close)
             await in_thread(store.open)
-            if config.decoders:
-                setup = DecoderSetup(str(checkpoint.path), config.family, config.media)
-                decoders = Decoders(setup, config.arena_bytes)
-                await decoders.open(config.decoders)
-                resources.push_async_callback(decoders.close)
-            thread = WorkThread("mindie_mm-tokenizer")
-            resources.push_async_callback(in_thread, thread.close)  # before the store, because a job may still use it
-            read = partial(
-                Prompts,
-                checkpoint,
-                config.family,
-                config.chat_template_content_format,
-                config.parse_special,
-                config.media,
-                config.limit_mm_per_prompt,
-                store,
-                decoders,
-            )
-            prompts = await thread.run(read)
-            return cls(prompts, None if decoders else thread, resources.pop_all())
+            if setup.num_decoders:
+                prompts = await Prompts.open(setup, store, resources)
+            else:
+                thread = WorkThread("mindie_mm-tokenizer")
+                resources.push_async_callback(in_thread, thread.close)  # before the store, which a job may still use
+                prompts = await thread.run(partial(Prompts, setup, store))
+            return cls(prompts, thread, resources.pop_all())
 
     @property
     def pids(self) -> list[int]:

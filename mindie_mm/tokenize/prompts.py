@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Self
 
 import msgspec
 import numpy as np
 
-from mindie_mm.decode.decoding import Decoding
+from mindie_mm.decode import Decoders
+from mindie_mm.decode.decoder_messages import DecoderSetup
 from mindie_mm.errors import ContextLengthExceeded, FramesMiscounted, InputError
 from mindie_mm.inputs import PROMPT, Kind, Message, Text
 from mindie_mm.media.guard.caps import decoding_to_count
@@ -21,8 +24,7 @@ from mindie_mm.models import family_of, reading
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, Processor
 from mindie_mm.processes import faults
-from mindie_mm.settings.config import ContentFormat, MediaCaps, Switch
-from mindie_mm.settings.limits import PromptLimits
+from mindie_mm.processes.tasks import in_thread, task_group
 from mindie_mm.tokenize.documents import Pages
 from mindie_mm.tokenize.media_stage import MediaStage, RequestMedia
 from mindie_mm.tokenize.placeholders import expand as expand_items
@@ -30,6 +32,7 @@ from mindie_mm.tokenize.placeholders import insert
 from mindie_mm.tokenize.planning import PlannedItem, Planner, text_placeholder
 from mindie_mm.tokenize.prompt import MediaSpan, PlannedPrompt, PlannedSpan, Prompt, PromptOptions
 from mindie_mm.tokenize.requests import TokenizeRequest
+from mindie_mm.tokenize.setup import Setup
 from mindie_mm.tokenize.stores import Store
 from mindie_mm.tokenize.text.chat_template import as_dict
 from mindie_mm.tokenize.text.spelling import Rendered, strings
@@ -41,25 +44,12 @@ class Prompts:
     """A maker of prompts for one checkpoint. Its media stage handles media, and this class does everything else."""
 
     def __init__(
-        self,
-        checkpoint: Checkpoint,
-        family_name: str | None,
-        content_format: ContentFormat,
-        parse_special: Switch,
-        caps: MediaCaps,
-        limits: PromptLimits,
-        store: Store | Callable[[Processor], Store],
-        decoders: Decoding[Any] | None = None,
+        self, setup: Setup, store: Store | Callable[[Processor], Store], decoders: Decoders | None = None
     ) -> None:
         """Read the checkpoint.
 
         Args:
-            checkpoint: Checkpoint of the prompts.
-            family_name: Same as in `family_of`.
-            content_format: Format in which the chat template receives the content of messages.
-            parse_special: Same as `PromptOptions.parse_special`, for prompts that do not set it.
-            caps: Limits on media.
-            limits: Maximum number of items in a prompt.
+            setup: Settings.
             store: Store for media items, or a function that creates it.
             decoders: Pool of decoder processes, or None to decode in this process.
 
@@ -67,7 +57,8 @@ class Prompts:
             UnsupportedCheckpoint: The checkpoint is not supported.
 
         """
-        family = family_of(checkpoint, family_name)
+        checkpoint = Checkpoint.open(setup.model)
+        family = family_of(checkpoint, setup.family)
         with reading(checkpoint, family):
             checkpoint = family.translated(checkpoint)
             self._processor = family.processor(checkpoint)
@@ -82,19 +73,36 @@ class Prompts:
         self._inserted_at = self._processor.traits.inserted_at
         if self._inserted_at is not None:  # placeholders are inserted as ids, so the tokenizer may lack tokens for them
             media_ids = self._tokens & tokenizer.added_tokens_decoder.keys()
-        self._text = TextEncoder(checkpoint, tokenizer, media_ids, self._processor, content_format)
+        self._text = TextEncoder(checkpoint, tokenizer, media_ids, self._processor, setup.chat_template_content_format)
         spelled = [*placeholders, text_placeholder(self._processor)] if self._inserted_at is None else []
         self._marker_of = {placeholder: self._spelled_marker(placeholder) for placeholder in spelled}
         self._markers = frozenset(self._marker_of.values())
-        self._parse_special = parse_special == "on"
+        self._parse_special = setup.parse_special == "on"
         self.added_tokens = frozenset(token.content for token in tokenizer.added_tokens_decoder.values())
         """Texts of the added tokens of the tokenizer."""
         self.chat_traits = self._text.chat_traits
         """Traits of the chat template for conversations with tools."""
         self.speech = self._processor.speech if "audio" in self._processor.placeholders else None
         """How the checkpoint is asked to transcribe speech. None if it does not accept audio."""
-        planner = Planner(self._processor, family.__name__, limits)
-        self.stage = MediaStage(planner, decoders, store if isinstance(store, Store) else store(self._processor), caps)
+        planner = Planner(self._processor, family.__name__, setup.limit_mm_per_prompt)
+        store = store if isinstance(store, Store) else store(self._processor)
+        self.stage = MediaStage(planner, decoders, store, setup.media)
+
+    @classmethod
+    async def open(cls, setup: Setup, store: Store, resources: AsyncExitStack) -> Self:
+        """Start the decoders and read the checkpoint. Closing `resources` ends the decoders.
+
+        Raises:
+            UnsupportedCheckpoint: The checkpoint is not supported.
+            ProcessDied: The decoders cannot be started.
+
+        """
+        decoders = Decoders(DecoderSetup(setup.model, setup.family, setup.media), setup.arena_bytes)
+        resources.push_async_callback(decoders.close)
+        async with task_group() as group:  # in parallel, because the imports of each take seconds
+            group.create_task(decoders.open(setup.num_decoders))
+            reading = group.create_task(in_thread(partial(cls, setup, store, decoders)))
+        return reading.result()
 
     @property
     def has_template(self) -> bool:

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from threading import Lock
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 from cachetools import LRUCache
@@ -28,6 +28,7 @@ from mindie_mm.shm.format.item import ITEM
 from mindie_mm.shm.owner.arena import DEFAULT_TIMEOUT_S
 from mindie_mm.tokenize.planning import PlannedItem
 from mindie_mm.tokenize.prompt import Prompt, Words, put_words
+from mindie_mm.tokenize.setup import Setup
 
 WireName = Literal["native", "mindie"]
 ARENA_BYTES = 256 * 2**20
@@ -124,6 +125,17 @@ class ArenaStore(Store):
         self._make = partial(Arena.create, self.capacity_bytes, quota_bytes=quota_bytes)
         self._wait_s = wait_s
         self.preprocessed = preprocessed or Preprocessed()
+
+    @classmethod
+    def of(cls, setup: Setup, arena: Arena | None = None) -> Self:
+        """Return the store of a tokenizer with these settings, in `arena` or in its own arena."""
+        return cls(
+            arena,
+            capacity_bytes=setup.arena_bytes,
+            quota_bytes=setup.arena_request_bytes,
+            wait_s=setup.arena_wait_s,
+            preprocessed=Preprocessed(setup.preprocessed_cache_bytes),
+        )
 
     def open(self) -> Arena:
         """Return the arena. Create it if it does not exist or is lost. Raise SharedMemoryError if creation fails."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar, get_args
@@ -13,13 +13,12 @@ import torch
 from msgspec import structs
 from transformers.utils import get_json_schema
 
-from mindie_mm.decode import Decoders
-from mindie_mm.decode.decoder_messages import DecoderSetup
 from mindie_mm.errors import InputError
 from mindie_mm.inputs import Media, require_switches, type_of
 from mindie_mm.media.source import source_path
 from mindie_mm.models import family_of
 from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.nn.family import Processor
 from mindie_mm.processes.alone import run_alone
 from mindie_mm.processes.loop_thread import LoopThread
 from mindie_mm.settings.config import ContentFormat, MediaCaps, Switch
@@ -30,6 +29,7 @@ from mindie_mm.tokenize.mindie_stores import mindie_store
 from mindie_mm.tokenize.prompt import PlannedPrompt, Prompt, PromptOptions
 from mindie_mm.tokenize.prompts import Prompts
 from mindie_mm.tokenize.requests import TokenizeRequest, request_of_ids, request_of_items, request_of_messages
+from mindie_mm.tokenize.setup import Setup
 from mindie_mm.tokenize.stores import ARENA_BYTES, ArenaStore, Store, WireName
 
 T = TypeVar("T")
@@ -42,14 +42,16 @@ class Tokenizer:
     exits.
     """
 
-    def __init__(self, prompts: Prompts, loop: LoopThread | None = None, decoders: Decoders | None = None) -> None:
+    def __init__(
+        self, prompts: Prompts, loop: LoopThread | None = None, resources: AsyncExitStack | None = None
+    ) -> None:
         """Take ownership of the arguments. Call `from_pretrained` instead."""
         self.prompts = prompts
         """Maker of prompts."""
         self._loop = loop
         self._end_decoders: Callable[[], object] = lambda: None
-        if loop is not None and decoders is not None:
-            self._end_decoders = weakref.finalize(self, loop.close, decoders.close)
+        if loop is not None and resources is not None:
+            self._end_decoders = weakref.finalize(self, loop.close, resources.aclose)
         self._closed = False
         self.shown_tokens = prompts.shown_tokens
         """See `Prompts.shown_tokens`."""
@@ -111,26 +113,36 @@ class Tokenizer:
         limits = converted(
             "limit_mm_per_prompt", {} if limit_mm_per_prompt is None else limit_mm_per_prompt, PromptLimits
         )
-        checkpoint, caps = Checkpoint.open(path), caps or MediaCaps()
-        read = partial(Prompts, checkpoint, family, content_format, parse_special, caps, limits)
+        checkpoint = Checkpoint.open(path)
+        store: Store | Callable[[Processor], Store]
         if wire == "mindie":
-            model_family, where = family_of(checkpoint, family), str(checkpoint.path)
-            return cls(read(lambda processor: mindie_store(processor, model_family, where)))
-        if isinstance(wire, Store):
-            store: Store = wire
+            model_family = family_of(checkpoint, family)
+            store = partial(mindie_store, family=model_family, where=str(checkpoint.path))
+        elif isinstance(wire, Store):
+            store = wire
         else:
             store = ArenaStore(arena)
             max_item_bytes = store.capacity_bytes
+        setup = Setup(
+            model=str(checkpoint.path),
+            family=family,
+            num_decoders=decoders,
+            arena_bytes=max_item_bytes,
+            chat_template_content_format=content_format,
+            parse_special=parse_special,
+            media=caps or MediaCaps(),
+            limit_mm_per_prompt=limits,
+        )
         if not decoders:
-            return cls(read(store))
-        with ExitStack() as undo:
-            processes = Decoders(DecoderSetup(str(checkpoint.path), family, caps), max_item_bytes)
-            loop = LoopThread("tokenizer")
-            undo.callback(loop.close, processes.close)
-            loop.run(processes.open(decoders))
-            tokenizer = cls(read(store, processes), loop, processes)
-            undo.pop_all()
-        return tokenizer
+            return cls(Prompts(setup, store))
+        assert isinstance(store, Store)
+        loop, resources = LoopThread("tokenizer"), AsyncExitStack()
+        try:
+            prompts = loop.run(Prompts.open(setup, store, resources))
+        except BaseException:
+            loop.close(resources.aclose)
+            raise
+        return cls(prompts, loop, resources)
 
     @property
     def has_template(self) -> bool:

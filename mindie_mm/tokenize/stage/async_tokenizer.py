@@ -21,6 +21,7 @@ from mindie_mm.shm import collect, free
 from mindie_mm.tokenize.clips import Clips
 from mindie_mm.tokenize.prompt import Prompt
 from mindie_mm.tokenize.requests import TokenizeRequest
+from mindie_mm.tokenize.setup import Setup
 from mindie_mm.tokenize.stage.tokenizer_messages import (
     Cancel,
     Cut,
@@ -30,7 +31,6 @@ from mindie_mm.tokenize.stage.tokenizer_messages import (
     Ping,
     Pong,
     Ready,
-    Setup,
     Tokenize,
     Tokenized,
     ToProcess,

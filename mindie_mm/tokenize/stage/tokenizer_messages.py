@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -11,36 +10,10 @@ import numpy as np
 from mindie_mm.inputs import Media
 from mindie_mm.nn.speech import SpeechTraits
 from mindie_mm.processes.ipc import Failure
-from mindie_mm.settings.config import ContentFormat, MediaCaps, Switch, WorkerConfig
-from mindie_mm.settings.limits import PromptLimits
 from mindie_mm.tokenize.clips import Clips
 from mindie_mm.tokenize.prompt import MediaSpan, Prompt
 from mindie_mm.tokenize.requests import TokenizeRequest
 from mindie_mm.tokenize.text.chat_traits import ChatTraits
-
-
-class Setup(msgspec.Struct, frozen=True):
-    """Settings of the tokenizer process. They are passed as JSON."""
-
-    model: str
-    """Directory of the checkpoint."""
-    family: str | None
-    num_decoders: int
-    arena_bytes: int
-    arena_request_bytes: int | None
-    arena_wait_s: float
-    preprocessed_cache_bytes: int
-    chat_template_content_format: ContentFormat
-    parse_special: Switch
-    media: MediaCaps
-    limit_mm_per_prompt: PromptLimits
-    bound_device: str | None = None
-    """Device to whose CPUs the process binds itself, or None."""
-
-    @classmethod
-    def of(cls, model: Path, config: WorkerConfig) -> Setup:
-        """Return the settings for the checkpoint directory `model`. `config.model` is not used."""
-        return cls(str(model), **{name: getattr(config, name) for name in cls.__struct_fields__[1:]})
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):

@@ -11,23 +11,20 @@ import os
 import signal
 import socket
 import sys
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 import msgspec
 import torch
 
-from mindie_mm.decode import Decoders
-from mindie_mm.decode.decoder_messages import DecoderSetup
 from mindie_mm.device import bind_tokenizer
 from mindie_mm.errors import MindieMMError, OperationalError, RequestAborted
-from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.processes import faults
 from mindie_mm.processes.ipc import Channel, ChildChannel, Failure, Lifeline, open_channel
-from mindie_mm.processes.tasks import task_group
 from mindie_mm.settings.environment import fault_folder
 from mindie_mm.shm import Arena, collect
 from mindie_mm.tokenize.prompts import Prompts
+from mindie_mm.tokenize.setup import Setup
 from mindie_mm.tokenize.stage.tokenizer_messages import (
     Cancel,
     Cut,
@@ -36,12 +33,11 @@ from mindie_mm.tokenize.stage.tokenizer_messages import (
     FromProcess,
     Pong,
     Ready,
-    Setup,
     Tokenize,
     Tokenized,
     ToProcess,
 )
-from mindie_mm.tokenize.stores import ArenaStore, Preprocessed
+from mindie_mm.tokenize.stores import ArenaStore
 
 _log = logging.getLogger(__name__)
 
@@ -146,29 +142,11 @@ async def _run(channel: ChildChannel, setup: Setup, arena: Arena) -> None:
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    decoders = Decoders(DecoderSetup(setup.model, setup.family, setup.media), setup.arena_bytes)
-    try:
-        async with task_group() as group:  # in parallel, because the imports of each take seconds
-            group.create_task(decoders.open(setup.num_decoders))
-            reading = group.create_task(asyncio.to_thread(_read_checkpoint, setup, decoders, arena))
-        prompts = reading.result()
-        channel.send(msgspec.msgpack.encode(Ready(prompts.shown_tokens, prompts.chat_traits, prompts.speech)))
-        with socket.socket(fileno=os.dup(channel.fileno())) as sock:
-            await Server(await open_channel(sock), prompts, arena).serve()
-    except MindieMMError as error:
-        channel.send(msgspec.msgpack.encode(Failure.of(error)))
-    finally:
-        await decoders.close()
-
-
-def _read_checkpoint(setup: Setup, decoders: Decoders, arena: Arena) -> Prompts:
-    return Prompts(
-        Checkpoint.open(setup.model),
-        setup.family,
-        setup.chat_template_content_format,
-        setup.parse_special,
-        setup.media,
-        setup.limit_mm_per_prompt,
-        ArenaStore(arena, wait_s=setup.arena_wait_s, preprocessed=Preprocessed(setup.preprocessed_cache_bytes)),
-        decoders,
-    )
+    async with AsyncExitStack() as resources:
+        try:
+            prompts = await Prompts.open(setup, ArenaStore.of(setup, arena), resources)
+            channel.send(msgspec.msgpack.encode(Ready(prompts.shown_tokens, prompts.chat_traits, prompts.speech)))
+            with socket.socket(fileno=os.dup(channel.fileno())) as sock:
+                await Server(await open_channel(sock), prompts, arena).serve()
+        except MindieMMError as error:
+            channel.send(msgspec.msgpack.encode(Failure.of(error)))
