@@ -6,7 +6,7 @@ import math
 import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, aclosing
+from contextlib import ExitStack, aclosing, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -135,6 +135,7 @@ def check_media(
         from mindie_mm.models import family_of
         from mindie_mm.nn.checkpoint.directory import Checkpoint
         from mindie_mm.tokenize import Tokenizer
+        from mindie_mm.tokenize.media_stage import RequestMedia
 
     checkpoint = Checkpoint.open(config.model)
     kinds = family_of(checkpoint, config.family).kinds
@@ -152,8 +153,8 @@ def check_media(
         return
 
     async def plan(items: Sequence[Any]) -> None:
-        async with tokenizer.prompts.stage.request() as media:
-            await media.plan([media_of(parse_inputs(items))])
+        with closing(RequestMedia(tokenizer.prompts.stage)) as media:
+            await media.plan([(media_of(parse_inputs(items)), "")])
 
     with Tokenizer.from_pretrained(config.model, family=config.family, caps=config.media) as tokenizer:
         for item in filter(_is_readable_again, own):

@@ -21,7 +21,7 @@ from mindie_mm.decode.parcel import Parcel, unpacked
 from mindie_mm.decode.planning import plan_item
 from mindie_mm.decode.scratch import Scratch
 from mindie_mm.errors import LimitExceeded, MediaError, MindieMMError, OperationalError
-from mindie_mm.media.guard.caps import decoding_to_count
+from mindie_mm.media.guard.caps import decoding_to_count, under
 from mindie_mm.nn.family import Plan, Processor, Write
 from mindie_mm.processes.receiving import ReceivingChannel
 from mindie_mm.settings.config import MediaCaps
@@ -49,7 +49,8 @@ class Decoder:
                     self._planned(message.item, descriptors[0], stack)
                 write, self._write = self._write, None
                 assert write is not None, "an item is planned before it is written"
-                write(self._scratch.arrays(message.layout))
+                with under(self.caps, limits_request_pixels=False):  # planning has already counted all pixels
+                    write(self._scratch.arrays(message.layout))
                 return Written()
             except MindieMMError as error:
                 return Refused(DecoderFailure.of(error))

@@ -54,7 +54,8 @@ class InlineDecoders(Decoding[Loaded]):
 
     async def write(self, group: Group, source: Loaded, arrays: Mapping[str, NDArray[Any]]) -> None:
         assert source.write is not None, "an item is planned before it is written"
-        source.write(arrays)
+        with under(self._caps, limits_request_pixels=False):  # planning has already counted all pixels
+            source.write(arrays)
 
     def let_go(self, group: Group) -> None:
         pass

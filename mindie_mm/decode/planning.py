@@ -29,23 +29,37 @@ def plan_item(
 ) -> tuple[Plan, Write]:
     """Return the plan of the item `media` with the source `data`, and the function that writes its arrays.
 
-    Both apply the limits of `caps`.
+    The limits of `caps` apply to planning. The caller applies them to writing, too, because writing opens images again
+    if they are the frames of a video.
 
     Raises:
-        InputError, MediaError, LimitExceeded: In the same cases as `page_of` and `Processor.plan`.
+        InputError: The item is invalid, or is a page of a document that is given as pixels.
+        MediaError, LimitExceeded: In the same cases as `page_of_document` and `Processor.plan`.
 
     """
     with under(caps) as work:
         if isinstance(data, Embeddings):
             plan, write = _plan_embeddings(processor, media.kind, data)
         else:
-            data = page_of(media, data)
+            if media.page is not None:
+                data = _page(data, media.page)
             plan, write = _plan_data(processor, media, data, counts)
-    settings, num_pages = _with_caps(plan.settings, caps), 0
+    settings, num_pages = plan.settings, 0
+    # Settings that change the arrays, unless they are the default.
+    if (background := tuple(caps.rgba_background_color)) != _DEFAULTS.rgba_background_color:
+        settings = f"{settings}, on {background}"
+    if caps.hdr_to_sdr != _DEFAULTS.hdr_to_sdr:
+        settings = f"{settings}, hdr_to_sdr {caps.hdr_to_sdr}"
     if isinstance(data, DocumentPage):
         settings, num_pages = f"{settings}, {data.settings}", data.num_pages
     pixels = {"picture_pixels": work.picture_pixels, "video_pixels": work.video_pixels}
-    return msgspec.structs.replace(plan, settings=settings, num_pages=num_pages, **pixels), _under(write, caps)
+    return msgspec.structs.replace(plan, settings=settings, num_pages=num_pages, **pixels), write
+
+
+def _page(data: Data, index: int) -> DocumentPage:
+    if not isinstance(data, bytes):
+        raise InputError("a document is given as pixels; it must be the bytes of a PDF or TIFF")
+    return page_of_document(data, index)
 
 
 def _plan_data(processor: Processor, media: Media, data: Data, counts: Mapping[Kind, int]) -> tuple[Plan, Write]:
@@ -144,36 +158,3 @@ def _grid(
     if in_file:
         form = f'{{"{own}": {form}}}'
     raise InputError(f"this model needs {key}, {meaning}, in addition to the embeddings of the {kind}; send {form}")
-
-
-def page_of(media: Media, data: Data) -> Data:
-    """Return the page of the document `data` that `media` refers to. If `media` refers to no page, return `data`.
-
-    Raises:
-        InputError: `data` are pixels instead of the bytes of a document.
-        MediaError: In the same cases as `page_of_document`.
-
-    """
-    if media.page is None:
-        return data
-    if not isinstance(data, bytes):
-        raise InputError("a document is given as pixels; it must be the bytes of a PDF or TIFF")
-    return page_of_document(data, media.page)
-
-
-def _under(write: Write, caps: MediaCaps) -> Write:
-    """Return `write` with the limits of `caps`, because it opens images again if they are the frames of a video."""
-
-    def write_within(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
-        with under(caps, limits_request_pixels=False):  # planning has already counted all pixels
-            write(arrays)
-
-    return write_within
-
-
-def _with_caps(settings: str, caps: MediaCaps) -> str:
-    """Return `Plan.settings` with the background color and `hdr_to_sdr`, which change the arrays, unless default."""
-    background = tuple(caps.rgba_background_color)
-    if background != _DEFAULTS.rgba_background_color:
-        settings = f"{settings}, on {background}"
-    return settings if caps.hdr_to_sdr == _DEFAULTS.hdr_to_sdr else f"{settings}, hdr_to_sdr {caps.hdr_to_sdr}"

@@ -155,7 +155,7 @@ def _parse_part(part: Mapping[str, Any], where: str, *, strict: bool, by_uuid: b
     if declared is not None and _SOURCES.get(declared) != kind:
         raise InputError(f"{where}.type is {declared!r}, but the item has the key {key!r}")
     options = {name: value for name, value in part.items() if name not in {"type", key}}
-    uuid = _uuid(given_uuid, where) if key != DOCUMENT else None
+    uuid = _uuid(given_uuid, where) if key != DOCUMENT and given_uuid not in (None, "") else None
     if key in EMBEDDINGS_KEYS.values():
         beside = {name: value for name, value in part.items() if name in _grid_keys(kind)}
         unknown = options.keys() - beside.keys()
@@ -222,10 +222,8 @@ def _key(part: Mapping[str, Any], declared: str | None, where: str, *, may_lack_
     raise InputError(f"{where} must have exactly one of text, image, video, audio; found {present}")
 
 
-def _uuid(given: Any, where: str) -> str | None:
-    """Return the client's name for an item, or None if the name is missing or empty."""
-    if given is None or given == "":
-        return None
+def _uuid(given: Any, where: str) -> str:
+    """Return the client's name for an item."""
     if not isinstance(given, str):
         raise InputError(f"{where}.uuid is {type_of(given)}; it must be a string")
     if len(given) > _MAX_UUID:

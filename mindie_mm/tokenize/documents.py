@@ -34,8 +34,6 @@ class Pages:
             LimitExceeded: The documents have too many pages.
 
         """
-        if not any(media.is_document for media in request.media):
-            return request
         if request.messages is None:
             return msgspec.structs.replace(request, items=await self._of_items(request.items or ()))
         messages = [

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Hashable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,20 +45,8 @@ class MediaStage:
         self.store = store
         self.caps = caps
 
-    @asynccontextmanager
-    async def request(self, domain: Hashable = ()) -> AsyncIterator[RequestMedia]:
-        """Return a context manager for the media of one request. On exit, it closes the files of the media.
-
-        `domain` is the trust domain of the media (`PromptOptions.domain`).
-        """
-        media = RequestMedia(self, domain)
-        try:
-            yield media
-        finally:
-            media.close()
-
     async def num_pages(self, document: Media, domain: Hashable) -> int:
-        """Return the number of pages of a PDF. `domain` has the same meaning as in `request`.
+        """Return the number of pages of a PDF. `domain` has the same meaning as in `RequestMedia`.
 
         Raises:
             InputError: The model does not accept images, or the PDF cannot be read.
@@ -87,7 +74,7 @@ class MediaStage:
             speech: The speech.
             folder: Folder for the files, which are named by `Clips.file`.
             max_bytes: Maximum number of bytes of the files at any time.
-            domain: Same as in `request`.
+            domain: Same as in `RequestMedia`.
             always: Whether to write a file also if there is only one clip.
 
         Raises:
@@ -119,18 +106,19 @@ class MediaStage:
 
 
 class RequestMedia(Writer):
-    """The media of all prompts of one request."""
+    """The media of all prompts of one request. Close it at the end of the request."""
 
-    def __init__(self, stage: MediaStage, domain: Hashable) -> None:
-        """Create an empty request. Call `MediaStage.request` instead."""
+    def __init__(self, stage: MediaStage, domain: Hashable = ()) -> None:
+        """Create an empty request. `domain` is the trust domain of the media (`PromptOptions.domain`)."""
         self._stage = stage
         self._group = Group(domain)
         self._sources: dict[PlannedItem, tuple[Decoding[Any], Any]] = {}
         """Decoding and source of each planned item."""
-        self._salts: dict[PlannedItem, str] = {}
 
-    async def plan(self, prompts: Sequence[Sequence[Media]]) -> list[list[PlannedItem]]:
+    async def plan(self, prompts: Sequence[tuple[Sequence[Media], str]]) -> list[list[PlannedItem]]:
         """Read and plan all items of each prompt, in order. Call this method once.
+
+        Each prompt is a pair of its media and the salt of their digests.
 
         Pictures of a prompt are not decoded until all items of the prompt have been checked against the limits.
 
@@ -138,16 +126,16 @@ class RequestMedia(Writer):
             InputError: An item is invalid. The message says which item.
 
         """
-        self._group.keeps_decoder = sum(map(len, prompts)) == 1
-        return await gather_in_order([self._plan_prompt(media) for media in prompts])
+        self._group.keeps_decoder = sum(len(media) for media, _ in prompts) == 1
+        return await gather_in_order([self._plan_prompt(media, salt) for media, salt in prompts])
 
     async def fill(
-        self, prompts: Sequence[Prompt], items: Sequence[tuple[PlannedItem, str]], path_file: Path | None
+        self, prompts: Sequence[Prompt], items: Sequence[PlannedItem], path_file: Path | None
     ) -> list[Prompt]:
         """Write planned items to the store, record them in `path_file`, and return the prompts with handle words.
 
-        Each item is paired with the salt of its digest. The items have the order of the spans of all prompts. Call this
-        method once, because blocks for all items are allocated together. If anything fails, all blocks are freed.
+        The items have the order of the spans of all prompts. Call this method once, because blocks for all items are
+        allocated together. If anything fails, all blocks are freed.
 
         Raises:
             ArenaFull: Not enough memory became free in time.
@@ -161,19 +149,14 @@ class RequestMedia(Writer):
         store = self._stage.store
         if path_file is None and store.needs_path_file:
             raise InputError("a prompt with media needs a path file, which records the blocks to free")
-        self._salts = dict(items)
-        return await store.fill(prompts, [item for item, _ in items], path_file, self)
+        return await store.fill(prompts, items, path_file, self)
 
-    async def salted_digest(self, item: PlannedItem, salt: str) -> bytes:
-        """Return the digest of a planned item's content. Items with different salts have different digests."""
+    async def digest(self, item: PlannedItem) -> bytes:
         decoders, source = self._sources[item]
         plan = item.plan
         # Otherwise, a compromised decoder could store arrays of another shape under the digest of an honest item.
         settings = f"{plan.settings}, {plan.num_features} features, grid {plan.grid}, {plan.specs}"
-        return await decoders.digest(settings, source, salt)
-
-    async def digest(self, item: PlannedItem) -> bytes:
-        return await self.salted_digest(item, self._salts[item])
+        return await decoders.digest(settings, source, item.salt)
 
     async def write(self, item: PlannedItem, arrays: Mapping[str, NDArray[Any]]) -> bytes:
         stage, (decoders, source) = self._stage, self._sources[item]
@@ -198,9 +181,11 @@ class RequestMedia(Writer):
     def let_go(self) -> None:
         self._stage.decoders.let_go(self._group)
 
-    async def _plan_prompt(self, media: Sequence[Media]) -> list[PlannedItem]:
+    async def _plan_prompt(self, media: Sequence[Media], salt: str) -> list[PlannedItem]:
         counts = self._stage.planner.counts(media)
-        items = await gather_in_order([self._plan_item(item, index, counts) for index, item in enumerate(media)])
+        names = [f"media item {index} ({item.kind})" for index, item in enumerate(media)]
+        planning = [self._plan_item(item, name, salt, counts) for item, name in zip(media, names, strict=True)]
+        items = await gather_in_order(planning)
         of_prompt = Work(self._stage.caps)
         for item in items:
             with naming(item.name):
@@ -208,14 +193,14 @@ class RequestMedia(Writer):
                 of_prompt.add_video(item.plan.video_pixels)
         return items
 
-    async def _plan_item(self, media: Media, index: int, counts: Mapping[Kind, int]) -> PlannedItem:
+    async def _plan_item(self, media: Media, name: str, salt: str, counts: Mapping[Kind, int]) -> PlannedItem:
         stage = self._stage
-        with naming(f"media item {index} ({media.kind})"):
+        with naming(name):
             stage.planner.check_options(media.options)
             decoders = stage.inline if isinstance(media.source, Embeddings) else stage.decoders
             source = await decoders.read(self._group, media, counts)
             plan = await decoders.plan(self._group, source)
             stage.store.check(plan, media.kind)
-            planned = stage.planner.item(index, media, plan)
+            planned = stage.planner.item(name, media, plan, salt)
             self._sources[planned] = decoders, source
             return planned

@@ -72,7 +72,7 @@ class MindIEItemStore(Store):
     async def _store(self, item: PlannedItem, path_file: Path | None, writer: Writer, undo: ExitStack) -> Words:
         """Write an item, and return its handle words and placeholders."""
         assert path_file is not None
-        layout, specs = self._layouts[item.kind], item.plan.mindie_specs
+        layout, specs = self._layouts[item.shape.kind], item.plan.mindie_specs
         if layout.per_run:
             ((name, spec),) = specs.items()
             rows = np.empty(spec.shape, spec.dtype)
@@ -129,7 +129,7 @@ class MindIEPromptStore(Store):
             if isinstance(field, OfPrompt):
                 words += _stored(_of_prompt(field, prompt), path_file, undo)
                 continue
-            own = [i for i, item in enumerate(items) if item.kind == field.kind]
+            own = [i for i, item in enumerate(items) if item.shape.kind == field.kind]
             if not own:
                 words += [0, 0]
                 continue

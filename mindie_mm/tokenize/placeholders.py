@@ -23,7 +23,13 @@ def check_order(actual: Sequence[object], expected: Sequence[object], num_items:
         )
 
 
-def expand(ids: Sequence[int], items: Sequence[PlannedItem], tokens: Collection[int], opening: int = 0) -> Prompt:
+def expand(
+    ids: Sequence[int],
+    items: Sequence[PlannedItem],
+    tokens: Collection[int],
+    opening: int = 0,
+    around: Sequence[tuple[int, int]] | None = None,
+) -> Prompt:
     """Replace the placeholders in `ids` with the items' runs of ids. The result does not contain handle words.
 
     Args:
@@ -31,6 +37,8 @@ def expand(ids: Sequence[int], items: Sequence[PlannedItem], tokens: Collection[
         items: Media items, in order.
         tokens: Placeholders of all kinds that the family supports.
         opening: Number of ids with which every prompt begins.
+        around: For each item, the number of ids of its spelling before its first and after its last placeholder. By
+            default, spellings consist of placeholders.
 
     Raises:
         InputError: The number or the order of the placeholders does not match the items.
@@ -45,7 +53,8 @@ def expand(ids: Sequence[int], items: Sequence[PlannedItem], tokens: Collection[
     spans: list[MediaSpan] = []
     behind = length = taken = 0
     remaining = iter(places)
-    for item, own in zip(items, runs, strict=True):
+    around = [(0, 0)] * len(items) if around is None else around
+    for item, own, (before, after) in zip(items, runs, around, strict=True):
         first = last = start = -1
         for run in own:
             last = next(remaining)
@@ -54,12 +63,12 @@ def expand(ids: Sequence[int], items: Sequence[PlannedItem], tokens: Collection[
             if first < 0:
                 first, start = last, length
             length, behind = length + len(run), last + 1
-        lead = item.lead + _adjoining(flat[: first - item.lead][::-1], item.placeholder.before[::-1])
-        tail = item.tail + _adjoining(flat[last + 1 + item.tail :], item.placeholder.after)
+        lead = before + _adjoining(flat[: first - before][::-1], item.placeholder.before[::-1])
+        tail = after + _adjoining(flat[last + 1 + after :], item.placeholder.after)
         lead = min(lead, first - taken)  # an id that two spellings share belongs to the first item
         taken = last + 1 + tail
         token, second = item.placeholder.token, item.spelling.second_token
-        spans.append(MediaSpan(start, length, item.kind, token, lead, tail, second))
+        spans.append(MediaSpan(start, length, item.shape.kind, token, lead, tail, second))
     return Prompt(np.concatenate([*pieces, flat[behind:]]), tuple(spans), (0, opening))
 
 

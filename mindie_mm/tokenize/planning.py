@@ -28,16 +28,16 @@ _MAX_WARNINGS = 16
 class PlannedItem:
     """A media item that has been read and planned, but not preprocessed, and the ids that represent it in a prompt."""
 
-    kind: Kind
+    name: str
+    """Name of the item in error messages."""
+    shape: MediaShape
     placeholder: Placeholder
     plan: Plan
     spelling: Spelling
-    index: int
-    """Index of the item among the media of its prompt."""
-    lead: int = 0
-    """Number of ids of the item's spelling before its first placeholder."""
-    tail: int = 0
-    """Number of ids of the item's spelling after its last placeholder."""
+    specs: Mapping[str, ArraySpec]
+    """Array specs of the item's block."""
+    salt: str = ""
+    """Salt of the item's digest. Items with different salts have different digests."""
 
     @property
     def runs(self) -> Sequence[Sequence[int] | NDArray[np.int64]]:
@@ -45,20 +45,6 @@ class PlannedItem:
         if self.spelling.runs is None:
             return (np.full(self.plan.num_features, self.placeholder.token, np.int64),)
         return self.spelling.runs
-
-    @property
-    def shape(self) -> MediaShape:
-        return MediaShape(self.kind, self.placeholder.token, self.plan.num_features, self.plan.grid)
-
-    @property
-    def specs(self) -> dict[str, ArraySpec]:
-        """Array specs of the item's block."""
-        return {**self.plan.specs, ITEM: self.shape.spec}
-
-    @property
-    def name(self) -> str:
-        """Name of the item in error messages."""
-        return f"media item {self.index} ({self.kind})"
 
 
 def text_placeholder(processor: Processor) -> Placeholder:
@@ -124,8 +110,10 @@ class Planner:
                 f"use_audio_in_video is set, but {self._family} does not hear the sound of videos; leave it out"
             )
 
-    def item(self, index: int, media: Media, plan: Plan) -> PlannedItem:
+    def item(self, name: str, media: Media, plan: Plan, salt: str) -> PlannedItem:
         """Create the planned item for `plan`. Log each warning of plans once.
+
+        `PlannedItem` describes `name` and `salt`.
 
         Raise OperationalError if the model cannot have an item with this grid, these features and these arrays. The
         plan may come from a compromised decoder, and the engine does not check it again.
@@ -149,4 +137,5 @@ class Planner:
             self._warnings.add(plan.left_out)
             _log.warning(plan.left_out)
         placeholder = text_placeholder(processor) if kind == PROMPT else processor.placeholders[kind]
-        return PlannedItem(kind, placeholder, plan, spelling, index)
+        shape = MediaShape(kind, placeholder.token, plan.num_features, plan.grid)
+        return PlannedItem(name, shape, placeholder, plan, spelling, {**plan.specs, ITEM: shape.spec}, salt)

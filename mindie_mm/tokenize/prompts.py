@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, closing
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
@@ -146,20 +146,23 @@ class Prompts:
 
         """
         requests = await self._with_pages(requests)
-        async with self.stage.request(requests[0].options.domain) as media:
+        with closing(RequestMedia(self.stage, requests[0].options.domain)) as media:
             prompts, items = await self._planned(requests, media)
             planned = iter(items)
             return [
                 PlannedPrompt(
-                    prompt.ids, tuple([await _planned_span(media, span, *next(planned)) for span in prompt.spans])
+                    prompt.ids, tuple([await _planned_span(media, span, next(planned)) for span in prompt.spans])
                 )
                 for prompt in prompts
             ]
 
     async def _with_pages(self, requests: Sequence[TokenizeRequest]) -> list[TokenizeRequest]:
         """Return checked requests, in which each document is replaced by its pages."""
+        requests = [self._checked(request) for request in requests]
+        if not any(media.is_document for request in requests for media in request.media):
+            return requests
         pages = Pages(self.stage, requests[0].options.domain)
-        return [await pages.of(self._checked(request)) for request in requests]
+        return [await pages.of(request) for request in requests]
 
     def _checked(self, request: TokenizeRequest) -> TokenizeRequest:
         """Check `request` without its media. Return it as messages if the chat template formats its items."""
@@ -192,7 +195,7 @@ class Prompts:
         return request
 
     async def _make(self, requests: Sequence[TokenizeRequest]) -> list[Prompt]:
-        async with self.stage.request(requests[0].options.domain) as media:
+        with closing(RequestMedia(self.stage, requests[0].options.domain)) as media:
             prompts, items = await self._planned(requests, media)
             faults.point("planned")
             path_file = requests[0].path_file
@@ -200,21 +203,17 @@ class Prompts:
 
     async def _planned(
         self, requests: Sequence[TokenizeRequest], media: RequestMedia
-    ) -> tuple[list[Prompt], list[tuple[PlannedItem, str]]]:
-        """Return the prompts without handle words, and the items of their spans with the salts of their digests."""
+    ) -> tuple[list[Prompt], list[PlannedItem]]:
+        """Return the prompts without handle words, and the items of their spans."""
         prompts: list[Prompt] = []
-        kept: list[tuple[PlannedItem, str]] = []
-        all_planned = await media.plan([request.media for request in requests])
+        kept: list[PlannedItem] = []
+        all_planned = await media.plan([(request.media, request.options.cache_salt) for request in requests])
         for request, planned in zip(requests, all_planned, strict=True):
             if prompts:
                 await asyncio.sleep(0)  # encoding many long texts without a pause would delay other requests
-            options = request.options
-            prompt = _cut(self._whole(request, planned), options)
-            from_right = options.cut_side == "right"
-            own = planned[: len(prompt.spans)] if from_right else planned[len(planned) - len(prompt.spans) :]
-            prompt = _bounded(prompt, options)
+            prompt, left = _fitted(self._whole(request, planned), request.options)
             prompts.append(prompt)
-            kept += [(item, options.cache_salt) for item in own[len(own) - len(prompt.spans) :]]
+            kept += planned[left]
         return prompts, kept
 
     def _whole(self, request: TokenizeRequest, planned: Sequence[PlannedItem]) -> Prompt:
@@ -228,7 +227,7 @@ class Prompts:
 
     def _of_items(self, request: TokenizeRequest, planned: Sequence[PlannedItem]) -> Prompt:
         items, options = request.items or (), request.options
-        if planned and len(planned) == len(items) and all(item.kind == PROMPT for item in planned):
+        if planned and len(planned) == len(items) and all(item.shape.kind == PROMPT for item in planned):
             # Embeddings of a whole prompt, without BOS.
             return expand_items([item.placeholder.token for item in planned], planned, self._tokens)
         parse_special = self._parse_special if options.parse_special is None else options.parse_special
@@ -319,8 +318,8 @@ class Prompts:
         if self._inserted_at is not None:
             return insert(ids, self._inserted_at, planned, tokens, opening)
         reaches = zip(planned, encoded.items, strict=True)
-        items = [_reaching(item, encoded.ids, *reach) for item, reach in reaches]
-        return expand_items(ids, items, tokens, opening)
+        around = [_around(item, encoded.ids, *reach) for item, reach in reaches]
+        return expand_items(ids, planned, tokens, opening, around)
 
     def _spell(self, planned: Sequence[PlannedItem]) -> Iterator[str]:
         """Yield the text that represents each item in the unencoded prompt."""
@@ -329,9 +328,9 @@ class Prompts:
             if self._inserted_at is not None:
                 yield ""
                 continue
-            numbers[item.kind] += 1
+            numbers[item.shape.kind] += 1
             placeholder = item.placeholder
-            head, tail = (part.format(numbers[item.kind]) for part in placeholder.caption)
+            head, tail = (part.format(numbers[item.shape.kind]) for part in placeholder.caption)
             before, after = self._text.spell(placeholder.before), self._text.spell(placeholder.after)
             marker = self._marker_of[placeholder]
             framed = marker if before and marker.startswith(before) else before + marker + after
@@ -347,49 +346,54 @@ class Prompts:
         """
         items = planned if self._inserted_at is None else []
         markers = [
-            embeds_mark if embeds_mark and item.kind == PROMPT else self._marker_of[item.placeholder] for item in items
+            embeds_mark if embeds_mark and item.shape.kind == PROMPT else self._marker_of[item.placeholder]
+            for item in items
         ]
         texts, numbers = [], Counter[Kind]()
         for item, marker in zip(items, markers, strict=True):
-            if item.kind == PROMPT:
+            if item.shape.kind == PROMPT:
                 texts.append(self._text.spell((item.placeholder.token,)))
                 continue
             text = marker if item.spelling.text is None else item.spelling.text
             if item.spelling.number is not None:
-                text = str(numbers[item.kind]).join(item.spelling.number) + text
+                text = str(numbers[item.shape.kind]).join(item.spelling.number) + text
             texts.append(text)
-            numbers[item.kind] += 1
+            numbers[item.shape.kind] += 1
         return markers, texts
 
 
-async def _planned_span(media: RequestMedia, span: MediaSpan, item: PlannedItem, salt: str) -> PlannedSpan:
+async def _planned_span(media: RequestMedia, span: MediaSpan, item: PlannedItem) -> PlannedSpan:
     return PlannedSpan(
         *msgspec.structs.astuple(span),
         num_features=item.plan.num_features,
         num_bytes=sum(spec.nbytes for spec in item.plan.specs.values()),
-        digest=await media.salted_digest(item, salt),
+        digest=await media.digest(item),
     )
 
 
-def _cut(prompt: Prompt, options: PromptOptions) -> Prompt:
-    """Return the prompt with as many tokens as `cut_to` allows."""
+def _fitted(prompt: Prompt, options: PromptOptions) -> tuple[Prompt, slice]:
+    """Return the prompt with as many tokens as `options` allow, and the slice of its media items that are left.
+
+    Raise ContextLengthExceeded if it is too long and must not be truncated.
+    """
     num_kept = options.max_prompt_tokens if options.cut_to == -1 else options.cut_to
-    return cut(prompt, num_kept, options.cut_side) if 0 < num_kept < len(prompt) else prompt
+    stop = len(prompt.spans)
+    if 0 < num_kept < len(prompt):
+        prompt = cut(prompt, num_kept, options.cut_side)
+        stop = len(prompt.spans) if options.cut_side == "right" else stop
+    if not options.is_counted and 0 < options.max_prompt_tokens < len(prompt):
+        if not options.truncate:
+            raise ContextLengthExceeded(
+                f"the prompt has {len(prompt)} tokens; the limit is {options.max_prompt_tokens}"
+            )
+        prompt = truncate(prompt, options.max_prompt_tokens)
+    return prompt, slice(stop - len(prompt.spans), stop)
 
 
-def _bounded(prompt: Prompt, options: PromptOptions) -> Prompt:
-    """Return the prompt, truncated to its limit if necessary. If truncation is off, raise ContextLengthExceeded."""
-    if options.is_counted or not 0 < options.max_prompt_tokens < len(prompt):
-        return prompt
-    if not options.truncate:
-        raise ContextLengthExceeded(f"the prompt has {len(prompt)} tokens; the limit is {options.max_prompt_tokens}")
-    return truncate(prompt, options.max_prompt_tokens)
-
-
-def _reaching(item: PlannedItem, ids: Sequence[int], start: int, stop: int) -> PlannedItem:
-    """Return `item` with the lead and tail of its spelling. The spelling is at ids [start, stop)."""
+def _around(item: PlannedItem, ids: Sequence[int], start: int, stop: int) -> tuple[int, int]:
+    """Return the number of ids of a spelling, ids [start, stop), before its first and after its last placeholder."""
     own = [index for index in range(start, stop) if ids[index] == item.placeholder.token]
-    return replace(item, lead=own[0] - start, tail=stop - 1 - own[-1]) if own else item
+    return (own[0] - start, stop - 1 - own[-1]) if own else (0, 0)
 
 
 def _in_common(ids: Sequence[int], others: Sequence[int]) -> int:

@@ -157,7 +157,7 @@ class ArenaStore(Store):
     async def fill(
         self, prompts: Sequence[Prompt], items: Sequence[PlannedItem], path_file: Path | None, writer: Writer
     ) -> list[Prompt]:
-        arena = self.open()
+        arena = self._arena or self.open()
         try:
             words = await self._store(arena, items, path_file, writer)
         except SharedMemoryError:

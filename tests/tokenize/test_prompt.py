@@ -1,13 +1,12 @@
 """Tests of prompts: placeholders, handle words, references and truncation."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
 from mindie_mm.errors import ContextLengthExceeded, CorruptReference, InputError
 from mindie_mm.nn.family import Placeholder, Plan, Spelling
 from mindie_mm.shm import Ref
+from mindie_mm.shm.format.item import MediaShape
 from mindie_mm.tokenize.placeholders import expand, insert
 from mindie_mm.tokenize.planning import PlannedItem
 from mindie_mm.tokenize.prompt import MediaSpan, Prompt, put_words
@@ -18,7 +17,8 @@ TOKENS = {6, 7}
 
 
 def item(kind, placeholder, num_features, runs=None):
-    return PlannedItem(kind, placeholder, Plan(num_features, {}, ""), Spelling(runs=runs), 0)
+    shape = MediaShape(kind, placeholder.token, num_features)
+    return PlannedItem("media item 0", shape, placeholder, Plan(num_features, {}, ""), Spelling(runs=runs), {})
 
 
 def test_expand_repeats_the_placeholder_of_each_item():
@@ -64,18 +64,15 @@ def test_an_item_may_have_several_runs():
 
 def test_ids_that_spell_an_item_belong_to_its_span():
     """A span includes the ids of the prompt that frame the item, and the framing tokens of its placeholder."""
-    items = [
-        replace(item("image", IMAGE, 2), lead=1, tail=1),
-        replace(item("image", IMAGE, 1), lead=1, tail=1),
-    ]
-    prompt = expand([1, 3, 9, 6, 8, 4, 2, 9, 6, 8], items, TOKENS)
+    items = [item("image", IMAGE, 2), item("image", IMAGE, 1)]
+    prompt = expand([1, 3, 9, 6, 8, 4, 2, 9, 6, 8], items, TOKENS, around=[(1, 1), (1, 1)])
     assert prompt.ids.tolist() == [1, 3, 9, 6, 6, 8, 4, 2, 9, 6, 8]
     assert [(span.lead, span.tail) for span in prompt.spans] == [(2, 2), (1, 1)]
 
 
 def test_an_id_shared_by_two_spellings_belongs_to_the_first_item():
-    items = [replace(item("image", IMAGE, 1), lead=1, tail=1) for _ in range(2)]
-    prompt = expand([9, 6, 9, 6, 9], items, TOKENS)
+    items = [item("image", IMAGE, 1) for _ in range(2)]
+    prompt = expand([9, 6, 9, 6, 9], items, TOKENS, around=[(1, 1), (1, 1)])
     assert [(span.lead, span.tail) for span in prompt.spans] == [(1, 1), (0, 1)]
 
 
