@@ -15,7 +15,9 @@ import httpx2
 import numpy as np
 import openai
 import pytest
+import soundfile
 
+from mindie_mm.media.audio.cuts import SPEECH_RATE, cuts
 from mindie_mm.nn.speech import SpeechTraits
 from tests.media_samples import encode_video, encoded, moving_frames, photograph
 from tests.service.test_api_page import section
@@ -23,6 +25,7 @@ from tests.service.test_openapi import described, require
 from tests.service.test_snippets import SERVED_AT, run
 from tests.sound_samples import encode_sound, encode_with_ffmpeg, speech, tone
 from tools.serving import RunningService
+from training.speech import HELD_OUT_VOICES, recorded
 
 PATH = "/v1/audio/transcriptions"
 RATE = 16_000
@@ -128,6 +131,18 @@ def test_long_speech_is_cut_at_its_pauses(http: httpx2.Client) -> None:
     assert bounds[-1][1] == 62.5
     assert [20 <= bounds[0][1] <= 20.5, 45.5 <= bounds[1][1] <= 48.5] == [True, True]
     assert [segment["id"] for segment in verbose["segments"]] == [0, 1, 2]
+
+
+def test_words_on_both_sides_of_a_cut_are_heard(http: httpx2.Client) -> None:
+    """Spoken digits with pauses between them, in noise, are cut into clips with one whole digit each."""
+    said = ["seven", "one", "eight", "nine", "zero", "two"]
+    pause = np.zeros(int(0.9 * SPEECH_RATE))
+    words = [soundfile.read(recorded(word, HELD_OUT_VOICES[0]))[0] for word in said]
+    speech = np.concatenate([part for word in words for part in (word, pause)])
+    noise = np.random.default_rng(0).normal(0, 0.002, len(speech))
+    samples = ((speech + noise) * 32_767).astype(np.int16)
+    clips = np.split(samples, cuts(samples, 2.0))
+    assert [transcribe(http, encode_sound(clip / 32_768, SPEECH_RATE)).json()["text"] for clip in clips] == said
 
 
 def test_each_clip_of_long_speech_has_the_text_of_a_chat(http: httpx2.Client) -> None:

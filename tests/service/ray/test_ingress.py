@@ -196,12 +196,19 @@ async def test_a_stream_that_has_begun_ends_with_an_error_event(path: str, last:
     assert len(handle.bodies) == 1, "no request is answered twice"
 
 
-async def test_a_body_above_the_limit_reaches_no_worker():
+@pytest.mark.parametrize("path", [CHAT, "/v1/audio/transcriptions", "/v1/files"])
+@pytest.mark.parametrize(
+    ("setting", "refused"),
+    [("max_request_bytes", (413, "RequestTooLargeError")), ("max_held_bytes", (429, "RateLimitError"))],
+)
+async def test_a_body_above_a_limit_reaches_no_worker(path, setting, refused):
+    """The limits apply to uploads, too, because the ingress holds them in memory."""
     handle = Handle()
-    announced = await ask(handle, path=CHAT, headers={"Content-Length": "100"}, max_request_bytes=10)
-    assert error(announced) == (413, "RequestTooLargeError")
-    counted = await ask(handle, b"123456", b"123456", b"123456", max_request_bytes=10)
-    assert error(counted) == (413, "RequestTooLargeError")
+    headers = {} if path == CHAT else {"Content-Type": "multipart/form-data; boundary=edge"}
+    announced = await ask(handle, path=path, headers={"Content-Length": "100"} | headers, **{setting: 10})
+    assert error(announced) == refused
+    counted = await ask(handle, b"123456", b"123456", b"123456", path=path, headers=headers, **{setting: 10})
+    assert error(counted) == refused
     assert not handle.bodies
 
 
