@@ -158,7 +158,7 @@ build/timm/installed: .venv/installed constraints.txt
 
 test-gemma3n: build/timm/installed .venv-npu/installed gcc
 	PYTHONPATH=build/timm $(BIN)/python -m pytest -m '' tests/models/test_gemma3n.py
-	PYTHONPATH=build/timm $(BIN)/python -m pytest -k gemma3n tests/cli/test_judgement.py
+	PYTHONPATH=build/timm $(BIN)/python -m pytest -m '' -k gemma3n tests/cli/test_judgement.py tests/tools/test_shrunk.py
 	PYTHONPATH=build/timm $(NPU) pytest --device npu tests/models/test_gemma3n.py
 
 # Runs of batches on a server of S3 and on emulators of Google Cloud Storage and Azure Blob Storage (which needs npm).

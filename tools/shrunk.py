@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import ImageFont
 from safetensors.torch import save_file
 from tokenizers import pre_tokenizers
 
@@ -24,26 +25,33 @@ from mindie_mm.device import open_device
 from mindie_mm.errors import InputError
 from mindie_mm.inputs import Kind
 from mindie_mm.models import family_of
+from mindie_mm.models._phi4_multimodal_long_rope import LONG_ROPE
+from mindie_mm.nn.checkpoint.config_keys import Keys
 from mindie_mm.nn.checkpoint.config_only import ConfigOnly
 from mindie_mm.nn.checkpoint.missing_files import VOCABULARIES
 from mindie_mm.nn.family import Family, PretrainedFamily
+from tools.small_parts import SECTIONS, TOKENS, write_adapters
 
 WIDTH, HEADS, INNER, EXPERTS = 32, 2, 128, 4
 _HEAD, _PARTLY_ROTATED_HEAD = 16, 32
 _SIZES: Mapping[str, int] = {
     **dict.fromkeys(("hidden_size", "embed_dim", "d_model", "width", "n_embed", "input_dim", "output_dim"), WIDTH),
     **dict.fromkeys(("out_hidden_size", "projection_dim", "word_embed_proj_dim", "encoder_hidden_size"), WIDTH),
-    **dict.fromkeys(("downsample_channels", "projector_hidden_size"), WIDTH),
+    **dict.fromkeys(("downsample_channels", "projector_hidden_size", "projection_hidden_size"), WIDTH),
     **dict.fromkeys(("num_attention_heads", "num_heads", "heads", "num_groups"), HEADS),
     **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), HEADS),
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), HEADS),
     **dict.fromkeys(("head_dim", "kv_channels", "linear_key_head_dim", "linear_value_head_dim"), _HEAD),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), _HEAD),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "mlp_dim"), INNER),
-    "block_ff_dim": INNER,
+    **dict.fromkeys(("image_emb_dim", "depthwise_separable_out_channel", "ext_pw_out_channel"), WIDTH),
+    **dict.fromkeys(("nemo_conv_channels", "sscp_conv_channel_size"), WIDTH),
+    **dict.fromkeys(("image_num_heads", "conf_num_attention_heads"), HEADS),
+    "image_head_dim": _HEAD,
+    **dict.fromkeys(("block_ff_dim", "image_mlp_dim"), INNER),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), WIDTH),
     **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), EXPERTS),
-    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "top_k_experts"), 2),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"), 2),
     **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "n_shared_experts"), 1),
     **dict.fromkeys(("projector_input_dim", "projector_output_dim", "vision_output_dim"), WIDTH),
     "depths": 1,
@@ -51,13 +59,18 @@ _SIZES: Mapping[str, int] = {
     "num_kv_shared_layers": 0,  # the few layers that are left may have no layer of the same type before them
 }
 """New values of sizes, by their names in config.json. A list gets this value for each element."""
-_DEPTHS = ("num_hidden_layers", "depth", "layers", "encoder_layers", "decoder_layers", "num_layers")
+_DEPTHS = (
+    *("num_hidden_layers", "depth", "layers", "encoder_layers", "decoder_layers", "num_layers"),
+    *("image_num_layers", "conf_num_hidden_layers", "num_blocks"),
+)
 _INDICES = re.compile(r".*_ind(exes|ices|ex_list)|.*_layer_ids")
 _ROPE = ("rope_scaling", "rope_parameters")
+_SECTIONS = ("mrope_section", "xdrope_section")
 _USUAL = {"bos": "<s>", "eos": "</s>", "pad": "<pad>", "unk": "<unk>"}
 _TOKEN = re.compile(r"(\w+)_token_(?:id|index)")
 _NOT_COPIED = re.compile(r"SOURCE|weight_names\.json|.*\.index\.json|.*quant.*_config\.json")
-_QUANTIZED = ("quantization_config", "compression_config", "dtype", "torch_dtype")
+_QUANTIZED = ("quantization_config", "compression_config")
+_DROPPED = (*_QUANTIZED, "dtype", "torch_dtype", "_attn_implementation")
 _PARTS: Mapping[Kind, str] = {"image": "image_processor", "video": "video_processor", "audio": "feature_extractor"}
 _COPIED = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 
@@ -68,6 +81,12 @@ class _Recorded(ConfigOnly):
 
     settings: dict[Kind, dict[str, Any]] = field(default_factory=dict, compare=False)
     required: dict[str, dict[str, Any]] = field(default_factory=dict, compare=False)
+    fonts: set[str] = field(default_factory=set, compare=False)
+
+    def binary(self, name: str) -> bytes:
+        if name.endswith(".ttf"):
+            self.fonts.add(name)
+        return super().binary(name)
 
     def require(self, name: str, keys: Collection[str]) -> dict[str, Any]:
         self.required[name] = super().require(name, keys)
@@ -102,7 +121,8 @@ def write_shrunk(source: Path, out: Path, *, tokens: Mapping[str, int] | None = 
     config = _read_json(out / "config.json")
     if not has_vocabulary:
         named = {**_read_json(out / "special_tokens_map.json"), **_read_json(out / "tokenizer_config.json")}
-        special = {**_stated_tokens(config, named), **_listed_tokens(out), **(tokens or {})}
+        special = {**_stated_tokens(config, named), **_listed_tokens(out)}
+        special |= TOKENS.get(config.get("model_type", ""), {}) | dict(tokens or {})
         asked = _asked_tokens(out, special)
         write_tokenizer(out, {**special, **asked})
     opened = ConfigOnly.open(out)
@@ -111,25 +131,47 @@ def write_shrunk(source: Path, out: Path, *, tokens: Mapping[str, int] | None = 
     translated = family.translated(checkpoint)
     family.processor(translated)
     config, files = translated.contents
-    config = {key: value for key, value in config.items() if key not in _QUANTIZED}
-    for name, contents in {**checkpoint.required, **files}.items():
-        if contents:
-            _write_json(out / name, contents)
-    if "preprocessor_config.json" in checkpoint.assumed:
-        parts = {_PARTS[kind]: settings for kind, settings in checkpoint.settings.items()}
-        _write_json(out / "processor_config.json", {**checkpoint.json("processor_config.json"), **parts})
+    _write_settings(checkpoint, files)
+    config = {key: value for key, value in config.items() if key not in _DROPPED}
+    if LONG_ROPE in config:  # transformers expects the published settings in their place
+        config["rope_scaling"] = config.pop(LONG_ROPE)
     # The heads of Qwen-VL's resampler have a fixed width of 128.
     small = shrunk(config, _complete(family, config), 1 if issubclass(family, PretrainedFamily) else 4)
+    if not has_vocabulary:
+        _hold_tokens(small, max({**special, **asked}.values()))
     _write_json(out / "config.json", small)
     torch.manual_seed(seed)
     _write_weights(family, out)
     return out
 
 
+def _write_settings(checkpoint: _Recorded, files: Mapping[str, Any]) -> None:
+    """Write the settings that the family has read, those of `files`, and a font if the family has asked for one."""
+    out = checkpoint.path
+    for name, contents in {**checkpoint.required, **files}.items():
+        if contents:
+            _write_json(out / name, contents)
+    for name in checkpoint.fonts:
+        (out / name).write_bytes(ImageFont.load_default(10).font_bytes)
+    if "preprocessor_config.json" in checkpoint.assumed:
+        parts = {_PARTS[kind]: settings for kind, settings in checkpoint.settings.items()}
+        _write_json(out / "processor_config.json", {**checkpoint.json("processor_config.json"), **parts})
+
+
+def _hold_tokens(config: dict[str, Any], last: int) -> None:
+    """Enlarge the vocabulary up to the token `last`, because default values of configurations do not fit together."""
+    for section in (config, config.get("text_config", {})):
+        if "embedding_size" in section:  # Molmo has embeddings of further tokens
+            continue
+        if section.get("vocab_size", last + 1) <= last:
+            section["vocab_size"] = last + 1
+
+
 def _complete(family: type[Family], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return config.json with the defaults of the configuration class, or as it is if there is no such class."""
+    """Return config.json with the defaults of the family's configuration."""
     if not issubclass(family, PretrainedFamily):
-        return dict(config)
+        keys: Keys | None = getattr(sys.modules[family.__module__], "KEYS", None)
+        return dict(config) if keys is None else keys.complete(config, "config.json")
     complete: dict[str, Any] = family.config_class().from_dict(deepcopy(dict(config))).to_dict()
     return complete
 
@@ -158,7 +200,9 @@ def shrunk(config: Mapping[str, Any], complete: Mapping[str, Any], scale: int = 
 def _new_sizes(section: Mapping[str, Any], scale: int) -> dict[str, Any]:
     """Return only the settings of a section that `_small` changes, without the sections in it."""
     small = _small(section, scale)
-    return {name: value for name, value in small.items() if value != section[name] and not isinstance(value, Mapping)}
+    return {
+        name: value for name, value in small.items() if value != section.get(name) and not isinstance(value, Mapping)
+    }
 
 
 def _small(section: Mapping[str, Any], scale: int) -> dict[str, Any]:
@@ -168,6 +212,8 @@ def _small(section: Mapping[str, Any], scale: int) -> dict[str, Any]:
     layers = _num_layers(section)
     small: dict[str, Any] = {}
     for name, value in section.items():
+        if name in _QUANTIZED:
+            continue
         if isinstance(value, Mapping):
             small[name] = _small_rope(value, head, rotated) if name in _ROPE else _small(value, scale)
         elif name == "num_key_value_heads" and value is not None:
@@ -177,8 +223,9 @@ def _small(section: Mapping[str, Any], scale: int) -> dict[str, Any]:
         elif isinstance(value, list) and name not in _SIZES:
             small[name] = _small_list(name, value, depth, layers)
         else:
-            small[name] = _small_number(name, value, layers, scale)
-    return small
+            of_layers = isinstance(value, list) and len(value) == depth
+            small[name] = _small_number(name, value[:layers] if of_layers else value, layers, scale)
+    return small | SECTIONS.get(section.get("model_type", ""), {})
 
 
 def _num_layers(section: Mapping[str, Any]) -> int:
@@ -189,7 +236,7 @@ def _num_layers(section: Mapping[str, Any]) -> int:
 
 
 def _small_list(name: str, value: list[Any], depth: int, layers: int) -> list[Any]:
-    if name.startswith("vision_feature_layer"):
+    if name.startswith("vision_feature_layer") or name == "vit_layers":
         return [_index(one) for one in value]
     if _INDICES.fullmatch(name):
         return [layers - 1] if len(value) == 1 else [*range(min(layers, len(value)))]
@@ -223,15 +270,22 @@ def _head(section: Mapping[str, Any], scale: int) -> tuple[int, float]:
 
 
 def _small_rope(rope: Mapping[str, Any], head: int, rotated: float) -> dict[str, Any]:
-    """Return rotary settings whose sections have the same proportions, and fill half of the rotated part of a head."""
-    if not (sections := rope.get("mrope_section")):
+    """Return rotary settings whose sections have the same proportions, and fill half of the rotated part of a head.
+
+    Lists of factors are cut to this length.
+    """
+    if factors := {name: rope[name] for name in ("long_factor", "short_factor") if isinstance(rope.get(name), list)}:
+        return {**rope, **{name: value[: int(head * rotated) // 2] for name, value in factors.items()}}
+    name = next((name for name in _SECTIONS if rope.get(name)), None)
+    if name is None:
         return {
             name: _small_rope(one, head, rotated) if isinstance(one, Mapping) else one for name, one in rope.items()
         }
+    sections = rope[name]
     half = int(head * rotated) // 2
     new = [max(1, section * half // sum(sections)) for section in sections]
     new[-1] += half - sum(new)
-    return {**rope, "mrope_section": new}
+    return {**rope, name: new}
 
 
 def _stated_tokens(config: Mapping[str, Any], named: Mapping[str, Any]) -> dict[str, int]:
@@ -291,6 +345,8 @@ def write_tokenizer(out: Path, special: Mapping[str, int], spelled: tuple[str, .
     pieces = [*dict.fromkeys([*pieces, *(token[:stop] for token in spelled for stop in range(1, len(token)))])]
     vocabulary = {piece: next(free) for piece in pieces if piece not in special} | special
     settings = _read_json(out / "tokenizer_config.json")
+    if settings.get("tokenizer_class") == "QWenTokenizer":  # its code would be run
+        settings = {name: value for name, value in settings.items() if name not in ("tokenizer_class", "auto_map")}
     class_name = settings.get("tokenizer_class")
     is_byte_level = class_name not in {"LlamaTokenizer", "GemmaTokenizer", None} or "<unk>" not in special
     split: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -336,7 +392,10 @@ def _write_weights(family: type[Family], out: Path) -> None:
         save_file(weights, out / "model.safetensors", {"format": "pt"})
         return
     stated = (out / "config.json").read_bytes()
-    family.module_class()(family.configuration(checkpoint)).save_pretrained(out)
+    network = family.module_class()(family.configuration(family.translated(checkpoint)))
+    network.save_pretrained(out)
+    if checkpoint.config["model_type"] == "phi4_multimodal":
+        write_adapters(network, out)
     (out / "config.json").write_bytes(stated)  # save_pretrained has written it in the spelling of this release
 
 

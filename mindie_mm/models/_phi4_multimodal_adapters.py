@@ -24,7 +24,7 @@ from mindie_mm.nn.weights.stored_tensors import read_weights
 
 NAMES = ("vision", "speech")
 """Names of the adapters. A prompt's adapter is stated by its index + 1, or 0 for no adapter."""
-_TARGETS = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+TARGETS = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
 """Linear layers of each decoder layer that have adapters."""
 _NEEDED = {
     "peft_type": "LORA",
@@ -195,7 +195,7 @@ def adapt(
     ranks = [_rank(weights, name, where) for weights, name in zip(left, NAMES, strict=True)]
     choice = AdapterChoice(ranks, device, dtype)
     for index, layer in enumerate(layers):
-        for target in _TARGETS:
+        for target in TARGETS:
             base: Any = layer.get_submodule(target)
             pairs = [
                 _pair(weights, (index, target), base, rank, f"{where}: the {name} adapter")
@@ -210,7 +210,7 @@ def adapt(
 
 
 def _rank(weights: Mapping[Key, Tensor], name: str, where: str) -> int:
-    if (first := weights.get((0, _TARGETS[0], "A"))) is None:
+    if (first := weights.get((0, TARGETS[0], "A"))) is None:
         raise UnsupportedCheckpoint(
             f"{where} lacks the weights of the {name} adapter, with which the model computes prompts with images or "
             "audio clips. Copy all weight files from the original repository"

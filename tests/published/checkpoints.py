@@ -97,6 +97,7 @@ ONLY_CONFIGS = frozenset(
         "glm46v",
         "glm46v_flash",
         "glm_ocr",
+        "hunyuan_ocr_1_5",
         "kimi_k2_5",
         "lfm2_vl_3b",
         "llama4_scout",

@@ -19,13 +19,7 @@ from mindie_mm.tokenize import Tokenizer
 from tests.published.checkpoints import FOLDER, TOKENS
 from tools.shrunk import WIDTH, shrunk, write_shrunk
 
-NOT_MADE = {
-    "gemma3n_e2b": "the tower of Gemma 3n has a fixed size, so the checkpoint has more than a gigabyte",
-    "phi4_multimodal": "Phi-4-multimodal needs its adapters",
-    "molmo_nf4": "the tower of Molmo has a fixed size, so the checkpoint has more than a gigabyte",
-    "qwen_vl_int4": "Qwen-VL needs its vocabulary, which is not in the folder",
-}
-NAMES = sorted({file.parent.name for file in FOLDER.glob("*/config.json")} - {*NOT_MADE})
+NAMES = sorted(file.parent.name for file in FOLDER.glob("*/config.json"))
 QUICK = ("qwen3_vl_cosmos2", "llava15")
 SLOW = {False: (), True: pytest.mark.slow}
 
@@ -54,7 +48,7 @@ def _answer(path: Path, kinds: tuple[str, ...], path_file: Path) -> list[int]:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in NAMES if name not in NOT_MADE],
+    [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in NAMES],
 )
 def test_a_small_checkpoint_of_a_published_config_is_served(name, tmp_path):
     """A family that is not supported yet is refused when the checkpoint is made."""
@@ -69,7 +63,7 @@ def test_a_small_checkpoint_of_a_published_config_is_served(name, tmp_path):
     first, second = _answer(tmp_path / "small", family.kinds, tmp_path / "shm_name.txt")
     assert min(first, second) >= 0
     size = sum(file.stat().st_size for file in (tmp_path / "small").glob("*.safetensors"))
-    assert size < 100e6
+    assert size < 200e6, "most of it is the vocabulary"
 
 
 def test_a_config_without_other_files_suffices(tmp_path):
