@@ -50,8 +50,3 @@ class Finished(msgspec.Struct, frozen=True, tag="finished"):
 
 Report = Ready | Steps | Finished | Failure
 """Messages from a worker. A Failure means that the run cannot continue."""
-
-
-def death_error(how: str) -> str:
-    """Return the error for a row that two workers were processing when they died."""
-    return f"ProcessDied: the worker exited twice with {how} at this row"

@@ -22,22 +22,21 @@ from uuid import uuid4
 import msgspec
 import numpy as np
 
-from mindie_mm.batch.batch_messages import Finished, death_error
+from mindie_mm.batch.batch_messages import Finished
+from mindie_mm.batch.deaths import Deaths
 from mindie_mm.batch.input.files import replacing
 from mindie_mm.batch.input.gather import gathered_path, is_gathered
 from mindie_mm.batch.input.source import Chunk, JSONLines
 from mindie_mm.batch.output.run_folder import Address, RunFolder, StagedFolder
 from mindie_mm.batch.output.shard import ShardInfo, complete_shards
 from mindie_mm.batch.settings import Run
-from mindie_mm.errors import MindieMMError, ProcessDied, StorageError, os_errors_as
+from mindie_mm.errors import MindieMMError, StorageError, os_errors_as
 from mindie_mm.processes.ipc import Failure
 from mindie_mm.processes.ray_cluster import join
 
 if TYPE_CHECKING:
     from mindie_mm.batch.stage import Stage
 
-_DEATHS = 2
-"""Number of times that actors may die at a row. After that, the row is skipped."""
 _MOST_BLOCKS = 10_000
 """Maximum number of Ray Data blocks. The number is limited because Ray's driver keeps data for each block. If there are
 more chunks, several chunks share a block."""
@@ -210,16 +209,14 @@ class _Actor:
         """
         stage = self._begun()
         mark = self._folder.path / f"at-{chunk.number}.json"
-        deaths = _deaths(mark, self._call)
-        if max(deaths.values(), default=0) > _DEATHS:
-            raise ProcessDied(f"actors exited at rows {sorted(deaths)} again, although these rows were skipped")
-        doomed = {row: death_error("an unknown status") for row, count in deaths.items() if count >= _DEATHS}
+        deaths = Deaths(_deaths(mark, self._call))
+        deaths.require_skipped()
 
         def at(row: int) -> None:
-            _Mark(self._call, deaths | {row: deaths.get(row, 0) + 1}).write(mark)
+            _Mark(self._call, deaths.counts | {row: deaths.counts.get(row, 0) + 1}).write(mark)
 
         at(chunk.first_row)
-        for report in stage.run(chunk, doomed):
+        for report in stage.run(chunk, deaths.errors(chunk)):
             if isinstance(report, Finished):
                 mark.unlink(missing_ok=True)
                 return report.shards

@@ -1,4 +1,4 @@
-"""Runs the worker processes of a run on this machine, and detects the rows at which workers die."""
+"""Runs the worker processes of a run on this machine."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from itertools import chain
 
 import msgspec
 
-from mindie_mm.batch.batch_messages import SANDBOX, Finished, Job, Ready, Report, Steps, death_error
+from mindie_mm.batch.batch_messages import SANDBOX, Finished, Job, Ready, Report, Steps
 from mindie_mm.batch.cursor import RowCursor
+from mindie_mm.batch.deaths import Deaths
 from mindie_mm.batch.input.source import Chunk
 from mindie_mm.batch.output.run_folder import RunFolder
 from mindie_mm.batch.progress import Progress
@@ -40,7 +40,7 @@ class Workers:
         self._address = msgspec.json.encode(folder.address).decode()
         self._chunks = chunks
         self._tally = tally
-        self._suspects = _Suspects()
+        self._deaths = Deaths(note=". When the worker exited the second time, it was processing only this row")
         self._set_aside: list[Chunk] = []
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Report)
 
@@ -109,9 +109,8 @@ class Workers:
     async def _finish(self, child: Child, cursor: RowCursor, chunk: Chunk) -> bool:
         """Let the worker process a chunk. Return False if the worker died before the chunk was finished."""
         began, done = time.monotonic(), Progress()
-        doomed = {row: why for row, why in self._suspects.doomed.items() if chunk.first_row <= row < chunk.stop_row}
         cursor.move_to(chunk.first_row)
-        child.channel.send(self._encoder.encode(Job(chunk, doomed)))
+        child.channel.send(self._encoder.encode(Job(chunk, self._deaths.errors(chunk))))
         while isinstance(report := await self._report(child), Steps):
             for step in report.steps:
                 done += self._tally.add_step(chunk, step)
@@ -120,7 +119,9 @@ class Workers:
             return True
         await child.close()
         self._tally.take_back(done)
-        self._suspects.blame(cursor.row, child.status)
+        row, how = cursor.row, _ended_with(child.status)
+        _log.warning("a worker exited with %s at row %d", how, row)
+        self._deaths.add(row, how)
         return False
 
     def _write_timing(self, chunk: Chunk, seconds: float, pid: int) -> None:
@@ -134,28 +135,6 @@ class Workers:
         path = self._folder / TIMINGS_FILE
         with os_errors_as(StorageError, f"{path} cannot be written"), path.open("ab") as file:
             file.write(msgspec.json.encode(line) + b"\n")
-
-
-@dataclass(slots=True)
-class _Suspects:
-    """Rows at which workers died."""
-
-    deaths: dict[int, int] = field(default_factory=dict)
-    """Number of each row at which a worker died, and the number of deaths there."""
-    doomed: dict[int, str] = field(default_factory=dict)
-    """Number and error message of each row that is not tried again."""
-
-    def blame(self, row: int, status: int | None) -> None:
-        """Record a death at `row`. Raise ProcessDied if the worker should have skipped the row."""
-        how = _ended_with(status)
-        _log.warning("a worker exited with %s at row %d", how, row)
-        if row in self.doomed:
-            raise ProcessDied(f"a worker exited with {how} at row {row} again, although this row was skipped")
-        self.deaths[row] = self.deaths.get(row, 0) + 1
-        if self.deaths[row] > 1:
-            self.doomed[row] = (
-                f"{death_error(how)}. When the worker exited the second time, it was processing only this row"
-            )
 
 
 def _ended_with(status: int | None) -> str:

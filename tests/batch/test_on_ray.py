@@ -21,7 +21,7 @@ from mindie_mm.batch.output.run_folder import Address, StagedFolder
 from mindie_mm.batch.output.shard import complete_shards
 from mindie_mm.batch.run import run_batch
 from mindie_mm.batch.settings import Run, Settings
-from mindie_mm.errors import InputError, StorageError
+from mindie_mm.errors import InputError, ProcessDied, StorageError
 from mindie_mm.processes.ipc import Failure
 from tests.batch.conftest import content, run, run_in_process, settings, written
 from tests.batch.deadly import Deadly
@@ -183,6 +183,21 @@ def test_a_node_that_cannot_write_reports_a_storage_error(tmp_path, where):
     error = msgspec.json.decode(failed, type=Failure).exception()
     assert isinstance(error, StorageError)
     assert f"{tmp_path / where} cannot be " in str(error)
+
+
+@pytest.mark.parametrize("deaths", [0, 1, 2, 3])
+def test_a_row_is_skipped_after_two_deaths_and_ends_the_run_after_another(tmp_path, deaths):
+    run, chunk = _text_run(tmp_path)
+    (folder := tmp_path / "node").mkdir()
+    on_ray._Mark("call", {1: deaths}).write(folder / f"at-{chunk.number}.json")
+    done = _done_by_an_actor(run, folder, chunk)
+    if deaths == 3:
+        error = msgspec.json.decode(done["failed"], type=Failure).exception()
+        assert isinstance(error, ProcessDied)
+        assert "at row 1 again, although this row was skipped" in str(error)
+        return
+    (shard,) = complete_shards(folder, chunk, run.digest)
+    assert (shard.num_rows, shard.num_errors) == (2, int(deaths == 2))
 
 
 def test_a_mark_that_cannot_be_written_is_a_storage_error(tmp_path):
