@@ -42,9 +42,9 @@ def pieces_of(text: str, added: Mapping[str, int]) -> list[str]:
     return [piece for piece in pieces if piece]
 
 
-def token(token_id: int) -> str:
-    """Return a reference to a token. Terminals must not contain such references."""
-    return f"<[{token_id}]>"
+def token(*token_ids: int) -> str:
+    """Return a reference to any of some tokens. Terminals must not contain such references."""
+    return f"<[{','.join(map(str, token_ids))}]>"
 
 
 def regex(pattern: str) -> str:
@@ -163,6 +163,22 @@ def separated(items: Sequence[tuple[str, bool]], separator: str, rules: Rules) -
         first = rules.add("first", f"{rule} {rest}" + ("" if is_required else f" | {first}"))
         rest = rules.add("rest", f"({separator} {rule}){option} {rest}")
     return first
+
+
+def any_text(added_tokens: Sequence[int]) -> str:
+    """Return a grammar that matches any text, with any of the given added tokens in it."""
+    if not added_tokens:
+        return f"start: {TEXT}"
+    return f"start: other{{0,}} TEXT\nother: TEXT {token(*added_tokens)}\nTEXT: {TEXT}"
+
+
+def or_json(grammar: str, schema: Mapping[str, Any]) -> str:
+    """Return a grammar that matches the outputs of `grammar` and the JSON values of `schema`.
+
+    `grammar` defines neither of the rules `called` and `content`.
+    """
+    called = re.sub(r"^start: ", "called: ", grammar, flags=re.MULTILINE)
+    return f"{called}start: called | content\ncontent: {json_value(schema)}\n"
 
 
 def json_value(schema: Mapping[str, Any]) -> str:

@@ -90,7 +90,7 @@ def _sequence(text: str, added: Mapping[str, int]) -> str:
 
 def _free_up_to(marker: str, added: Mapping[str, int]) -> list[str]:
     """Return rules that match any text, with any added tokens, up to the first `marker`."""
-    others = [str(token_id) for text, token_id in added.items() if text != marker]
+    others = [token_id for text, token_id in added.items() if text != marker]
     ends = ["spelled", *([f"TEXT {lark.token(added[marker])}"] if marker in added else [])]
     lines = [
         f"reasoning: {'other{0,} ' if others else ''}({' | '.join(ends)})",
@@ -98,7 +98,7 @@ def _free_up_to(marker: str, added: Mapping[str, int]) -> list[str]:
         f"spelled[lazy]: TEXT {lark.literal(marker)}",
     ]
     if others:
-        lines.append(f"other: TEXT <[{','.join(others)}]>")
+        lines.append(f"other: TEXT {lark.token(*others)}")
     return lines
 
 

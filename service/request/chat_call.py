@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -11,7 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from mindie_mm.errors import InputError, blaming
-from mindie_mm.structured.lark import json_value
+from mindie_mm.structured.lark import any_text, or_json
 from mindie_mm.structured.outputs import MAX_STRUCTURE_BYTES, StructuredOutputs
 from mindie_mm.tokenize.prompt import Prompt
 from mindie_mm.tokenize.text.detokenizer import StopScope
@@ -130,8 +129,7 @@ def _wanted(
     if given is not None and schema is None:
         return given
     if schema is not None:
-        called = re.sub(r"^start: ", "called: ", _grammar(use, tools, dialect), flags=re.MULTILINE)
-        return StructuredOutputs(grammar=f"{called}start: called | content\ncontent: {json_value(schema)}\n")
+        return StructuredOutputs(grammar=or_json(_grammar(use, tools, dialect), schema))
     if use.is_strict and any(opening in dialect.added_tokens for opening in dialect.parser.openings):
         return StructuredOutputs(grammar=_grammar(use, tools, dialect, with_text=True))
     return None
@@ -185,6 +183,5 @@ def _anything(dialect: ChatDialect, opening: str | None) -> StructuredOutputs:
         raise InputError(
             f"the reasoning cannot be limited, because the vocabulary has no token {opening.strip()}, which starts it"
         )
-    ids = ",".join(str(index) for token, index in dialect.added_tokens.items() if token not in excluded)
-    lines = ["start: other{0,} TEXT", f"other: TEXT <[{ids}]>", "TEXT: /(?s:.*)/"] if ids else ["start: /(?s:.*)/"]
-    return StructuredOutputs(grammar="\n".join(lines))
+    allowed = [index for token, index in dialect.added_tokens.items() if token not in excluded]
+    return StructuredOutputs(grammar=any_text(allowed))
