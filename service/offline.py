@@ -16,7 +16,7 @@ from mindie_mm.inputs import type_of
 from mindie_mm.nn.checkpoint.directory import EMBEDDED
 from mindie_mm.nn.checkpoint.hub import checkpoint_name
 from mindie_mm.processes.loop_thread import run_to_end
-from mindie_mm.processes.shown_progress import loading_shown
+from mindie_mm.processes.progress import loading_shown
 from mindie_mm.settings.config import Replicas, WorkerConfig
 from mindie_mm.settings.limits import Count, converted
 from mindie_mm.settings.paths import is_url, local

@@ -17,7 +17,7 @@ from mindie_mm.cli.paths import PATH
 from mindie_mm.cli.settings import configured
 from mindie_mm.errors import InputError, naming
 from mindie_mm.processes.interrupts import importing
-from mindie_mm.processes.shown_progress import loading_shown, progress_shown
+from mindie_mm.processes.progress import loading_shown, progress_shown
 from mindie_mm.settings.config import WorkerConfig
 
 if TYPE_CHECKING:

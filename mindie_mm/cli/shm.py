@@ -19,7 +19,7 @@ import click
 from mindie_mm.cli.paths import PATH
 from mindie_mm.cli.shm_view import arena_rows, block_rows, footer, line, printable, segment_rows, size
 from mindie_mm.errors import CorruptReference, InputError, SharedMemoryError, os_errors_as
-from mindie_mm.processes.shown_progress import progress_shown
+from mindie_mm.processes.progress import progress_shown
 from mindie_mm.settings.environment import default_spool
 from mindie_mm.shm.arena_info import ArenaInfo, survey
 from mindie_mm.shm.dev_shm import ShmSpace

@@ -23,7 +23,7 @@ from mindie_mm.errors import ArenaFull, InputError, MindieMMError, OperationalEr
 from mindie_mm.inputs import Embeddings, require_switches, type_of
 from mindie_mm.nn.checkpoint.hub import downloaded, repository_name
 from mindie_mm.processes.loop_thread import LoopThread
-from mindie_mm.processes.shown_progress import loading_shown
+from mindie_mm.processes.progress import loading_shown
 from mindie_mm.settings.config import WorkerConfig
 from mindie_mm.settings.limits import PromptLimits
 from mindie_mm.settings.paths import absolute, working_directory

@@ -50,10 +50,10 @@ class _PerMinute:
         self._fill()
         self._left -= units
 
-    def wait_s(self, units: int = 1) -> float:
-        """Return the time in seconds until `units` are left."""
+    def wait_s(self) -> float:
+        """Return the time in seconds until a unit is left."""
         self._fill()
-        return max(0.0, units - self._left) * _MINUTE_S / self.limit
+        return max(0.0, 1 - self._left) * _MINUTE_S / self.limit
 
     def _fill(self) -> None:
         now = time.monotonic()

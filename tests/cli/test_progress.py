@@ -10,8 +10,7 @@ import pytest
 
 from mindie_mm.models import load_model
 from mindie_mm.nn.weights.loading import loading_reported
-from mindie_mm.processes.progress import LOG_INTERVAL_S
-from mindie_mm.processes.shown_progress import progress_shown
+from mindie_mm.processes.progress import LOG_INTERVAL_S, progress_shown
 
 
 class Stream(io.StringIO):
