@@ -1,4 +1,4 @@
-"""Tests of the requests and responses in docs/api.md, and of the library examples in docs/python.md."""
+"""Tests of the requests and responses in docs/api.md."""
 
 import base64
 import dataclasses
@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from mindie_mm.settings.sources import CLASSES
@@ -25,9 +24,6 @@ ANSWERS: dict[str, Callable[[Any], object]] = {
 }
 """Functions that return the part of a response that must not be empty, by path."""
 CALLS = re.findall(r"^    curl localhost:8000(\S+) .*? -d '(.*?)'$", PAGE, re.MULTILINE | re.DOTALL)
-PYTHON = dict(
-    re.findall(r"^## ([^\n]*)\n\n```python\n(.*?)^```$", (DOCS / "python.md").read_text(), re.MULTILINE | re.DOTALL)
-)
 IMAGE = 784
 """Token id of the image placeholder in the embedded checkpoint."""
 
@@ -134,20 +130,10 @@ def test_the_examples_of_files_and_batches_run(
         assert names["second"].id in printed[-1]
 
 
-def test_the_shared_memory_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("request").mkdir()
-    pixels = np.arange(4 * 588, dtype=np.uint8).reshape(4, 588)
-    given = {"n": 4, "pixels": pixels, "digest": bytes(16), "tower": np.sum, "copy_to_device": np.copy}
-    names = run(PYTHON["Shared memory as a library"], given)
-    assert names["features"] == pixels.sum()
-    assert not list(Path("request").iterdir())
-
-
 def run(source: str, given: dict[str, Any]) -> dict[str, Any]:
     """Run an example with the variables in `given`, and return all variables that exist afterwards."""
     names = dict(given)
-    exec(compile(source, "docs/python.md", "exec"), names)
+    exec(compile(source, "docs/api.md", "exec"), names)
     return names
 
 

@@ -186,6 +186,28 @@ def test_llm_answers_several_inputs_and_a_chat(capsys: pytest.CaptureFixture[str
     assert second.endswith(" stop")
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("checkout", "copied_workers")
+@pytest.mark.parametrize(
+    ("holding", "shown"),
+    [
+        ("llm.stream", r"Hello! .*\.\nred\n"),
+        ("sampling_rate", r"red circle\n.+\n.+\n"),
+        ("llm.embed(", r"(.*\b64\b.* \d+\n){2}"),
+        ("llm.score(", r"\[0\.\d+, -?0\.\d+\]\n"),
+    ],
+)
+def test_an_example_of_llm_prints(holding: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run(snippet(PYTHON_PAGE, "python", holding))
+    assert re.fullmatch(shown, printed := capsys.readouterr().out), printed
+
+
+@pytest.mark.usefixtures("checkout")
+def test_a_block_of_the_library_is_read_by_its_two_numbers() -> None:
+    assert run(snippet(PYTHON_PAGE, "python", "ArraySpec"))["total"] == 4 * 588
+    assert not Path("shm_name.txt").exists()
+
+
 @pytest.mark.usefixtures("checkout", "copied_workers")
 @pytest.mark.slow
 def test_encoded_features_take_the_place_of_a_picture(capsys: pytest.CaptureFixture[str]) -> None:
@@ -222,7 +244,7 @@ def test_rows_of_a_program_keep_their_labels(capsys: pytest.CaptureFixture[str])
 @pytest.mark.usefixtures("copied_workers")
 def test_rows_of_a_program_are_tokenized_and_answered(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(snippet(PYTHON_PAGE, "python", "tokenize_dataset"))
-    assert capsys.readouterr().out.startswith("(2, 0)\n[")
+    assert capsys.readouterr().out.startswith("2 0\n[")
     assert len((checkout / "answers.jsonl").read_text().splitlines()) == 2
 
 
