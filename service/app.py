@@ -64,6 +64,7 @@ from service.routes import (
     infer,
     messages,
     models,
+    render,
     rerank,
     responses,
     tokens,
@@ -135,6 +136,7 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
                 fingerprint=fingerprint(worker, model_names[0]),
                 created=int(time.time()),
                 replica=replica,
+                model_id=config.model_id or str(worker.config.model or EMBEDDED.name),
             )
             async with AsyncExitStack() as running:
                 if file_store is not None:
@@ -154,8 +156,12 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
     )
     add_front(app, config, clients, admission, metrics, tracer, is_outer=not replica)
     modules = (
-        *(chat, completions, responses, messages, embeddings, rerank, files, batches, transcriptions),
-        *(infer, generate, models, tokens, health, admin),
+        (render, tokens, models, health)
+        if worker.only_plans
+        else (
+            *(chat, completions, responses, messages, embeddings, rerank, files, batches, transcriptions),
+            *(infer, generate, models, tokens, health, admin, render),
+        )
     )
     errors.install(app, (route for one in modules for route in one.router.routes if isinstance(route, APIRoute)))
     for module in modules:

@@ -44,7 +44,7 @@ _CLOSE_TIMEOUT_S = 2
 """Time in seconds for connections to close after their requests have ended. Slow clients may need this time."""
 
 
-def serve(worker_config: WorkerConfig, config: ServiceConfig, forks: ForkClient) -> None:
+def serve(worker_config: WorkerConfig, config: ServiceConfig, forks: ForkClient, *, only_plans: bool = False) -> None:
     """Serve until a signal stops the service. Print one line when the service is ready.
 
     SIGTERM and SIGINT stop the service. SIGHUP stops it if the process has a controlling terminal, because the terminal
@@ -53,7 +53,7 @@ def serve(worker_config: WorkerConfig, config: ServiceConfig, forks: ForkClient)
     When the service stops, new requests are refused, and running requests may finish within the grace time. A second
     signal ends the grace time. If the service cannot start, the error is raised.
 
-    `forks` forks the processes of the worker (`Worker.start`).
+    `forks` forks the processes of the worker, and `only_plans` leaves out its engine (`Worker.start`).
     """
     require_key(config)
     faults.arm("api", fault_folder())
@@ -62,7 +62,7 @@ def serve(worker_config: WorkerConfig, config: ServiceConfig, forks: ForkClient)
     tracer = None if config.otlp_endpoint is None else Tracer(config.otlp_endpoint, version("mindie_mm"))
     try:
         with contextlib.suppress(asyncio.CancelledError):  # a signal stopped the service before it was ready
-            uvloop.run(_serve(worker_config, config, forks, tracer))
+            uvloop.run(_serve(worker_config, config, forks, tracer, only_plans=only_plans))
     finally:
         if tracer is not None:
             tracer.close()
@@ -79,7 +79,9 @@ def _raise_descriptor_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-async def _serve(worker_config: WorkerConfig, config: ServiceConfig, forks: ForkClient, tracer: Tracer | None) -> None:
+async def _serve(
+    worker_config: WorkerConfig, config: ServiceConfig, forks: ForkClient, tracer: Tracer | None, *, only_plans: bool
+) -> None:
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(_log_loop_error)
     task = asyncio.current_task()
@@ -111,7 +113,7 @@ async def _serve(worker_config: WorkerConfig, config: ServiceConfig, forks: Fork
         loading = LoadingText()
         async with forks:
             with repeating(lambda: _log.info("%s", loading)):
-                starting = await Worker.start(worker_config, loading=loading, forks=forks)
+                starting = await Worker.start(worker_config, loading=loading, forks=forks, only_plans=only_plans)
             async with starting as worker:
                 server = _Server(create_app(worker, config, tracer), config, certificate)
                 with _listening_errors(config):
@@ -237,8 +239,12 @@ class _Server(uvicorn.Server):
         line = f"mindie_mm serves {self._service.model_name} at {scheme}://{host}:{port}"
         if self._settings.uds is not None:
             line += f" and on the socket {self._settings.uds}"
-        info = self._service.worker.engine.info
-        line += f" on {info.device} in {info.dtype}, with {info.free_bytes / GiB:.1f} GiB free"
+        worker = self._service.worker
+        if worker.only_plans:
+            line = line.replace("serves", "renders prompts of", 1)
+        else:
+            info = worker.engine.info
+            line += f" on {info.device} in {info.dtype}, with {info.free_bytes / GiB:.1f} GiB free"
         if note := demo_note(self._service.worker.config.model):
             line += f"\n{note}"
         threading.Thread(target=_print, args=(line,), name="ready", daemon=True).start()

@@ -19,7 +19,7 @@ from typing import Any
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 120.0
-_READY = re.compile(r"mindie_mm serves (\S+) at (https?://\S+)")
+_READY = re.compile(r"mindie_mm (?:serves|renders prompts of) (\S+) at (https?://\S+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +65,9 @@ def running_service(
     start_timeout_s: float = START_TIMEOUT_S,
     environment: Mapping[str, str] | None = None,
     start: Callable[..., subprocess.Popen[str]] = subprocess.Popen,
+    command: str = "serve",
 ) -> Iterator[RunningService]:
-    """Run `mindie-mm serve` on a free loopback port. Stop the service at exit, unless it has stopped already.
+    """Run `mindie-mm serve`, or another command, on a free loopback port, and stop it at exit if it still runs.
 
     Args:
         settings: Settings of the service by name.
@@ -75,17 +76,18 @@ def running_service(
         start_timeout_s: Maximum time until the service is ready.
         environment: Variables to add to this process's environment.
         start: Function to call in place of `subprocess.Popen`.
+        command: Command of mindie-mm that starts the service.
 
     Raises:
         RuntimeError: The service is not ready in time. The message ends with the end of the log.
 
     """
-    command = [str(Path(sys.executable).with_name("mindie-mm")), "serve", *_flags({"port": 0, **settings})]
+    line = [str(Path(sys.executable).with_name("mindie-mm")), command, *_flags({"port": 0, **settings})]
     if model is not None:
-        command.append(str(model))
+        line.append(str(model))
     with log.open("w", encoding="utf-8") as errors:
         process = start(
-            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=os.environ | dict(environment or {})
+            line, stdout=subprocess.PIPE, stderr=errors, text=True, env=os.environ | dict(environment or {})
         )
     assert process.stdout is not None
     try:

@@ -25,6 +25,7 @@ from mindie_mm.settings.environment import keep_backends_out, restart_in_utf8
 
 COMMANDS = {
     "serve": "Serve a checkpoint over HTTP.",
+    "render": "Serve token ids and hashes of media for routers, without a model.",
     "ask": "Ask one question and print the answer.",
     "chat": "Chat with a model in the terminal.",
     "tokenize": "Tokenize and preprocess a data set.",
@@ -79,7 +80,7 @@ class _Commands(click.Group):
     def resolve_command(
         self, context: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args[0] == "serve":
+        if args[0] in ("serve", "render"):
             context.with_resource(_ending_at_once())
         if args[0] not in COMMANDS and (near := difflib.get_close_matches(args[0], COMMANDS, n=1)):
             raise click.UsageError(f"No such command {args[0]!r}. Did you mean {near[0]!r}?", context)

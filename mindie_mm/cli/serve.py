@@ -43,7 +43,8 @@ def command(path: Path | None, ray_address: str | None, **flags: Any) -> None:
         _serve(configuration, ray_address)
 
 
-def _serve(configuration: Configuration, ray_address: str | None) -> None:
+def log_settings(configuration: Configuration) -> None:
+    """Configure logs, and log the settings that are not at their default and the variables that are misspelt."""
     logs.configure(logs.LogSettings(configuration.service.log_format, configuration.service.log_level), "api")
     settings = configuration.settings()
     for one in settings:
@@ -54,6 +55,10 @@ def _serve(configuration: Configuration, ray_address: str | None) -> None:
         _log.info("%s", text, extra={"fields": {"settings": {one.name: one.value for one in given}}})
     for warning in misspelt_variables():
         _log.warning("%s", warning)
+
+
+def _serve(configuration: Configuration, ray_address: str | None) -> None:
+    log_settings(configuration)
     from mindie_mm.worker.preflight import check_before_loading  # imported late, like the next modules
 
     if ray_address in (None, "local"):  # other clusters have other folders and devices than this machine

@@ -52,8 +52,15 @@ def plan_item(
         settings = f"{settings}, hdr_to_sdr {caps.hdr_to_sdr}"
     if isinstance(data, DocumentPage):
         settings, num_pages = f"{settings}, {data.settings}", data.num_pages
-    pixels = {"picture_pixels": work.picture_pixels, "video_pixels": work.video_pixels}
-    return msgspec.structs.replace(plan, settings=settings, num_pages=num_pages, **pixels), write
+    plan = msgspec.structs.replace(
+        plan,
+        settings=settings,
+        num_pages=num_pages,
+        picture_pixels=work.picture_pixels,
+        video_pixels=work.video_pixels,
+        is_rgb=work.is_rgb,
+    )
+    return plan, write
 
 
 def _page(data: Data, index: int) -> DocumentPage:

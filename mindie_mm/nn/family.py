@@ -120,6 +120,8 @@ class Plan(msgspec.Struct, frozen=True, tag="planned"):
     """`Work.picture_pixels` of this item alone. A family leaves this and the following fields out."""
     video_pixels: Annotated[int, msgspec.Meta(ge=0)] = 0
     """`Work.video_pixels` of this item alone."""
+    is_rgb: bool = True
+    """`Work.is_rgb` of this item alone."""
     num_pages: _Number = 0
     """Number of pages of the document if the item is one of its pages."""
 

@@ -22,7 +22,7 @@ from mindie_mm.settings.config import WorkerConfig
 from mindie_mm.settings.environment import default_spool
 from mindie_mm.shm import collect
 from mindie_mm.tokenize.clips import Clips
-from mindie_mm.tokenize.prompt import Prompt
+from mindie_mm.tokenize.prompt import PlannedPrompt, Prompt
 from mindie_mm.tokenize.prompts import Prompts
 from mindie_mm.tokenize.requests import TokenizeRequest
 from mindie_mm.tokenize.setup import Setup
@@ -100,6 +100,11 @@ class LocalTokenizer(TokenizerStage):
     def _answer(self, requests: Sequence[TokenizeRequest], given_up: threading.Event) -> list[Prompt]:
         with cancellation.until(given_up):
             return run_alone(self._prompts.make(requests))
+
+    async def plan(self, requests: Sequence[TokenizeRequest]) -> list[PlannedPrompt]:
+        if self._thread is None:
+            return await self._prompts.plan(requests)
+        return await self._thread.run(lambda: run_alone(self._prompts.plan(requests)))
 
     async def cut(
         self, speech: Media, folder: Path, max_bytes: int, domain: tuple[bytes, str], *, always: bool

@@ -91,6 +91,12 @@ class PlannedSpan(MediaSpan, frozen=True, array_like=True, kw_only=True):
     digest: bytes
     """Digest of the item's content and preprocessing. The item's block has the same digest, and a block with another
     content or other settings has another one."""
+    is_rgb: bool = True
+    """Whether Pillow reads an image as RGB. An image in another mode is converted."""
+    written_lead: int = 0
+    """Part of `lead` that is written in place of the item's marker, instead of by the chat template."""
+    written_tail: int = 0
+    """Part of `tail` that is written in place of the item's marker, instead of by the chat template."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

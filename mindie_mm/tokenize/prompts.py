@@ -151,7 +151,8 @@ class Prompts:
             planned = iter(items)
             return [
                 PlannedPrompt(
-                    prompt.ids, tuple([await _planned_span(media, span, next(planned)) for span in prompt.spans])
+                    prompt.ids,
+                    tuple([await _planned_span(media, prompt, span, next(planned)) for span in prompt.spans]),
                 )
                 for prompt in prompts
             ]
@@ -362,12 +363,18 @@ class Prompts:
         return markers, texts
 
 
-async def _planned_span(media: RequestMedia, span: MediaSpan, item: PlannedItem) -> PlannedSpan:
+async def _planned_span(media: RequestMedia, prompt: Prompt, span: MediaSpan, item: PlannedItem) -> PlannedSpan:
+    placeholder = item.placeholder
+    ahead = prompt.ids[span.start - span.lead : span.start][: len(placeholder.before)]
+    behind = prompt.ids[span.stop : span.stop + span.tail][-len(placeholder.after) :] if placeholder.after else ()
     return PlannedSpan(
         *msgspec.structs.astuple(span),
         num_features=item.plan.num_features,
         num_bytes=sum(spec.nbytes for spec in item.plan.specs.values()),
         digest=await media.digest(item),
+        is_rgb=item.plan.is_rgb,
+        written_lead=span.lead - (len(ahead) if tuple(ahead) == placeholder.before else 0),
+        written_tail=span.tail - (len(behind) if tuple(behind) == placeholder.after else 0),
     )
 
 

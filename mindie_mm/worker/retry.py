@@ -48,7 +48,9 @@ from mindie_mm.tokenize.stage.tokenizer_stage import TokenizerStage
 from mindie_mm.worker.async_engine import AsyncEngine
 from mindie_mm.worker.deltas import Delta
 from mindie_mm.worker.engine_replicas import EngineReplicas
+from mindie_mm.worker.no_engine import NoEngine
 
+Engine = AsyncEngine | EngineReplicas | NoEngine
 T = TypeVar("T")
 Part = TypeVar("Part", Progress, Delta)
 
@@ -241,7 +243,7 @@ async def tokenized(
 
 
 async def generated(
-    engine: AsyncEngine | EngineReplicas,
+    engine: Engine,
     source: PromptSource,
     params: SamplingParams,
     request_id: str,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine, Iterator, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from mindie_mm.settings.paths import absolute
 from mindie_mm.shm import request_directory
 from mindie_mm.structured.schema_check import SchemaCheck
 from mindie_mm.tokenize.clips import Clips
-from mindie_mm.tokenize.prompt import Prompt
+from mindie_mm.tokenize.prompt import PlannedPrompt, Prompt, PromptOptions
 from mindie_mm.tokenize.requests import TokenizeRequest
 from mindie_mm.tokenize.stage.async_tokenizer import AsyncTokenizer
 from mindie_mm.tokenize.stage.tokenizer_stage import TokenizerStage
@@ -40,13 +40,14 @@ from mindie_mm.worker.async_engine import AsyncEngine
 from mindie_mm.worker.deltas import Answer, Delta, OutputText
 from mindie_mm.worker.embedding import Embedder
 from mindie_mm.worker.engine_replicas import EngineReplicas
+from mindie_mm.worker.no_engine import NoEngine
 from mindie_mm.worker.preflight import check_before_loading
-from mindie_mm.worker.retry import ENDS_OF_ATTEMPTS, PromptSource, generated, retry_once, tokenized
+from mindie_mm.worker.retry import ENDS_OF_ATTEMPTS, Engine, PromptSource, generated, retry_once, tokenized
 
 if TYPE_CHECKING:
     from mindie_mm.tokenize.local import LocalTokenizer
 
-Part = TypeVar("Part", TokenizerStage, AsyncEngine | EngineReplicas)
+Part = TypeVar("Part", TokenizerStage, Engine)
 
 
 class Worker:
@@ -60,7 +61,7 @@ class Worker:
         self,
         config: WorkerConfig,
         tokenizer_stage: TokenizerStage,
-        engine: AsyncEngine | EngineReplicas,
+        engine: Engine,
         tokenizer: Tokenizer,
         forks: ForkClient | None = None,
     ) -> None:
@@ -91,6 +92,7 @@ class Worker:
         in_process: bool = False,
         loading: Callable[[float], object] | None = None,
         forks: ForkClient | None = None,
+        only_plans: bool = False,
     ) -> Self:
         """Start the tokenizers and the engines in parallel. If one of them fails, clean up and raise its error.
 
@@ -101,6 +103,7 @@ class Worker:
             loading: Function to call with the loaded share of the weights, from 0 to 1, while they are loaded.
             forks: Client of a fork server that has imported `mindie_mm.worker.preloading`, which forks the processes.
                 The caller closes it after the worker. None means that the processes are spawned.
+            only_plans: Whether the worker has no engine, and neither reads the weights nor answers prompts.
 
         Raises:
             UnsupportedCheckpoint, SharedMemoryError, DeviceError, InputError, ProcessDied: The tokenizers or an engine
@@ -121,12 +124,18 @@ class Worker:
         async with AsyncExitStack() as parts:
             async with task_group() as group:
                 stage = group.create_task(started(_start_tokenizers(config, path, forks, in_process=in_process)))
-                engine = group.create_task(started(_start_engines(config, path, end_token_ids, loading, forks)))
+                start = _start_engines(config, path, end_token_ids, loading, forks, only_plans=only_plans)
+                engine = group.create_task(started(start))
             tokenizer = load_tokenizer(checkpoint, config.family, stage.result().shown_tokens)
             worker = cls(config, stage.result(), engine.result(), tokenizer, forks)
             log_default_sampling(worker.default_sampling, source)
             parts.pop_all()
             return worker
+
+    @property
+    def only_plans(self) -> bool:
+        """Whether the worker has no engine."""
+        return isinstance(self.engine, NoEngine)
 
     @property
     def default_sampling(self) -> SamplingParams:
@@ -257,10 +266,24 @@ class Worker:
 
         This raises the errors of `TokenizerStage.tokenize_together`.
         """
-        try:
+        with self._explaining(requests[0].options):
             return await tokenized(self.tokenizer_stage, requests, self._count_remade)
+
+    async def plan(self, requests: Sequence[TokenizeRequest]) -> list[PlannedPrompt]:
+        """Return the prompts of requests that have the same limits, without preprocessing their media.
+
+        This raises the errors of `TokenizerStage.plan`.
+        """
+        with self._explaining(requests[0].options):
+            plans, _ = await retry_once(partial(self.tokenizer_stage.plan, requests))
+            return plans
+
+    @contextmanager
+    def _explaining(self, options: PromptOptions) -> Iterator[None]:
+        """Add the context length and the output tokens to the message of ContextLengthExceeded."""
+        try:
+            yield
         except ContextLengthExceeded as error:
-            options = requests[0].options
             if options.truncate:  # the limit may have been set by the request
                 raise
             limit = self.engine.info.max_model_len
@@ -378,8 +401,12 @@ async def _start_engines(
     end_token_ids: tuple[int, ...] | None,
     loading: Callable[[float], object] | None,
     forks: ForkClient | None,
-) -> AsyncEngine | EngineReplicas:
+    *,
+    only_plans: bool,
+) -> Engine:
     source = config.generation_config
+    if only_plans:
+        return NoEngine.of(config)
     launch = partial(AsyncEngine.start, path, config.engine, config.family, end_token_ids, source, forks=forks)
     if config.replicas == 1:
         return await launch(loading=loading)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import msgspec
 from starlette.responses import Response
@@ -86,13 +86,13 @@ class Admitted(Response):
 
 
 class WholeAnswer(Admitted):
-    """A response with the result of `make`: an object, which is encoded as JSON, or a text."""
+    """A response with the result of `make`: an object or a list, which is encoded as JSON, or a text."""
 
     media_type = "application/json"
 
     def __init__(
         self,
-        make: Callable[[], Awaitable[Mapping[str, object] | str]],
+        make: Callable[[], Awaitable[Mapping[str, object] | Sequence[Mapping[str, object]] | str]],
         admission: Admission,
         timeout_s: float | None = None,
         media_type: str | None = None,

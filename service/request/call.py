@@ -23,7 +23,7 @@ from mindie_mm.errors import (
 )
 from mindie_mm.processes import faults
 from mindie_mm.processes.tasks import gather
-from mindie_mm.tokenize.prompt import PromptOptions
+from mindie_mm.tokenize.prompt import PlannedPrompt, PromptOptions
 from mindie_mm.tokenize.requests import TokenizeRequest
 from mindie_mm.tokenize.text.detokenizer import StopScope
 from mindie_mm.worker.beam_search import BeamSearchSequence, beam_search
@@ -31,7 +31,7 @@ from mindie_mm.worker.deltas import Answer, Delta
 from mindie_mm.worker.retry import PromptSource
 from service.request.message import MessageRules
 from service.request.meter import Meter
-from service.request.prompts import Parse, PromptReader, prompt_of_ids, prompts
+from service.request.prompts import Made, Parse, PromptReader, prompt_of_ids, prompts, spooled_prompts
 from service.request.state import Served, Service
 from service.request.token_text import prompt_text
 from service.schemas.choices import Choice, Clock, Timed, timings
@@ -116,6 +116,18 @@ class Call(OutputRules):
             limited = [partial(self._limited, parse, truncate_to) for parse in given]
             async with prompts(self.service, limited, self.clock, self.owner, field) as sources:
                 yield sources
+
+    @asynccontextmanager
+    async def plans(self, given: Sequence[Parse], *, field: str | None = None) -> AsyncIterator[Made[PlannedPrompt]]:
+        """Parse the prompts, limit their length, and plan them without preprocessing their media.
+
+        Raise InputError in the same cases as `prompts`.
+        """
+        await self.check_structure()
+        limited = [partial(self._limited, parse, None) for parse in given]
+        make = self.service.worker.plan
+        async with spooled_prompts(self.service, limited, self.clock, self.owner, field, make) as made:
+            yield made
 
     def _limited(self, parse: Parse, truncate_to: int | None) -> TokenizeRequest:
         return self.service.worker.limited(parse(), self.params, truncate_to)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -42,11 +42,23 @@ from service.schemas.choices import Clock
 from service.telemetry import tracing
 
 Part = TypeVar("Part", Item, Message)
+Result = TypeVar("Result")
 
 _log = logging.getLogger(__name__)
 
 Parse = Callable[[], TokenizeRequest]
 """Function that parses a prompt as the client sent it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Made(Generic[Result]):
+    """The results for the prompts of one HTTP request, and the media of all prompts together."""
+
+    results: list[Result]
+    media: list[Media]
+    """Media items as the client sent them, in order."""
+    files: list[Paths]
+    """Files of the media items in the spool."""
 
 
 @asynccontextmanager
@@ -58,6 +70,24 @@ async def prompts(
     The limits for one request apply to all of its prompts together. The spooled files remain until the exit, because a
     preempted answer may need its prompt tokenized again. `owner` is the digest of the request's API key. `field` is the
     field that errors of the prompts name.
+    """
+    async with spooled_prompts(service, given, clock, owner, field, service.worker.tokenize) as made:
+        yield made.results
+
+
+@asynccontextmanager
+async def spooled_prompts(
+    service: Service,
+    given: Sequence[Parse],
+    clock: Clock,
+    owner: bytes,
+    field: str | None,
+    make: Callable[[Sequence[TokenizeRequest]], Awaitable[list[Result]]],
+) -> AsyncIterator[Made[Result]]:
+    """Parse the prompts of one HTTP request, spool their media, and yield what `make` returns for the prompts.
+
+    At exit, the spooled files and the shared memory of the request are removed. `prompts` describes the other
+    arguments.
     """
     started = time.perf_counter()
     with blaming(field):
@@ -83,7 +113,7 @@ async def prompts(
             for request in spooled_requests
         ]
         with blaming(field):
-            sources = await service.worker.tokenize(complete)
+            results = await make(complete)
         with room_to_spool():
             await service.kept.keep(media, spooled, owner, requests[0].options.cache_salt)
         faults.point("tokenized")
@@ -92,7 +122,7 @@ async def prompts(
         service.metrics.tokenize_s.observe(elapsed_s)
         if (trace := tracing.current.get()) is not None:
             trace.tokenized(started, clock.fetch_s, clock.preprocess_s)
-        yield sources
+        yield Made(results, media, spooled)
 
 
 @contextmanager

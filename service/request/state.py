@@ -74,6 +74,8 @@ class Service(Served):
     """Unix time at which the service started."""
     replica: str
     """Name of this worker among several, or "" if it is the only one."""
+    model_id: str
+    """Name of the model in the hashes of media."""
     batch_runner: Batches | None = None
     """Batches of clients, if the setting `files_path` is set."""
 

@@ -19,7 +19,7 @@ from mindie_mm.media.document.pages import DocumentPage
 from mindie_mm.media.document.pdf import PdfPage, open_page
 from mindie_mm.media.document.tiff import TiffPage, image_of_tiff, is_tiff
 from mindie_mm.media.guard.boxes import check_boxes
-from mindie_mm.media.guard.caps import add_picture, caps, check_pixels
+from mindie_mm.media.guard.caps import add_picture, caps, check_pixels, work
 from mindie_mm.media.guard.segments import JPEG_START, MAX_SCANS, PNG_START, check_parts, check_scans, jpeg_head
 from mindie_mm.media.image.anymap import ANYMAP_START, Anymap
 from mindie_mm.media.image.colours import (
@@ -99,6 +99,7 @@ class EncodedImage:
             add_picture(width, height)  # before reading the orientation, which may decode the image
             if data.startswith(JPEG_START):  # `file.format` is MPO for a JPEG with several images
                 check_scans(data, width, height, up_to_end=True)
+            work().is_rgb &= file.mode == "RGB"
             mend_transparency(file)
             mend_byte_order(file)
             orientation = orientation_of(file) if _has_exif(file, data) else 1
@@ -204,11 +205,13 @@ def _open_bytes(data: bytes, *, drop_alpha: bool) -> PlainJpeg | Anymap | HeicIm
         return Anymap.open(data)
     if is_heif(data) and (heic := HeicImage.open(data, drop_alpha=drop_alpha)) is not None:
         return heic
-    if (size := _plain_jpeg_size(data)) is None:
+    if (size := _plain_jpeg(data)) is None:
         return EncodedImage.open(data, drop_alpha=drop_alpha)
-    add_picture(size[1], size[0])
-    check_scans(data, size[1], size[0], up_to_end=True)
-    return PlainJpeg(*size, data)
+    height, width, is_gray = size
+    add_picture(width, height)
+    check_scans(data, width, height, up_to_end=True)
+    work().is_rgb &= not is_gray
+    return PlainJpeg(height, width, data)
 
 
 def _open_file(data: bytes) -> Image.Image:
@@ -257,8 +260,11 @@ def resize(rgb: Pixels, height: int, width: int, resample: Resample = "bicubic")
     return array.reshape(*rgb.shape[:-3], height, width, 3)
 
 
-def _plain_jpeg_size(data: bytes) -> tuple[int, int] | None:
-    """Return the height and width of a grayscale or color JPEG without an orientation. Return None for other data."""
+def _plain_jpeg(data: bytes) -> tuple[int, int, bool] | None:
+    """Return the height and width of a JPEG without an orientation, and whether it is gray.
+
+    Return None for CMYK and for other data.
+    """
     if not data.startswith(JPEG_START):
         return None
     header = data[: jpeg_head(data)]
@@ -268,4 +274,4 @@ def _plain_jpeg_size(data: bytes) -> tuple[int, int] | None:
         height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
     except (ValueError, KeyError):  # simplejpeg has no name for 4:4:1 subsampling
         return None
-    return (height, width) if colours in {"Gray", "YCbCr", "RGB"} else None
+    return (height, width, colours == "Gray") if colours in {"Gray", "YCbCr", "RGB"} else None

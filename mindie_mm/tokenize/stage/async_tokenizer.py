@@ -19,7 +19,7 @@ from mindie_mm.processes.supervised import Supervised
 from mindie_mm.settings.config import WorkerConfig
 from mindie_mm.shm import collect, free
 from mindie_mm.tokenize.clips import Clips
-from mindie_mm.tokenize.prompt import Prompt
+from mindie_mm.tokenize.prompt import PlannedPrompt, Prompt
 from mindie_mm.tokenize.requests import TokenizeRequest
 from mindie_mm.tokenize.setup import Setup
 from mindie_mm.tokenize.stage.tokenizer_messages import (
@@ -29,6 +29,7 @@ from mindie_mm.tokenize.stage.tokenizer_messages import (
     Failed,
     FromProcess,
     Ping,
+    Planned,
     Pong,
     Ready,
     Tokenize,
@@ -84,6 +85,10 @@ class AsyncTokenizer(Supervised, TokenizerStage):
         prompts: list[Prompt] = await self._answered(lambda number: Tokenize(number, [*requests]))
         return prompts
 
+    async def plan(self, requests: Sequence[TokenizeRequest]) -> list[PlannedPrompt]:
+        plans: list[PlannedPrompt] = await self._answered(lambda number: Tokenize(number, [*requests], plans=True))
+        return plans
+
     async def cut(
         self, speech: Media, folder: Path, max_bytes: int, domain: tuple[bytes, str], *, always: bool
     ) -> Clips:
@@ -135,13 +140,16 @@ async def _reclaim_arenas() -> None:
         await asyncio.to_thread(collect)
 
 
-def _hand_over(reply: Tokenized | CutUp | Failed, waiting: asyncio.Future[Any]) -> None:
+def _hand_over(reply: Tokenized | Planned | CutUp | Failed, waiting: asyncio.Future[Any]) -> None:
     if isinstance(reply, Failed):
         if not waiting.done():
             waiting.set_exception(reply.error.exception())
     elif isinstance(reply, CutUp):
         if not waiting.done():
             waiting.set_result(reply.clips)
+    elif isinstance(reply, Planned):
+        if not waiting.done():
+            waiting.set_result(reply.prompts())
     elif waiting.done():
         with logged("the blocks of an aborted request cannot be freed"):  # removing its directory frees them later
             for prompt in reply.prompts():

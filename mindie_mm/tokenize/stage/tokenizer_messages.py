@@ -11,7 +11,7 @@ from mindie_mm.inputs import Media
 from mindie_mm.nn.speech import SpeechTraits
 from mindie_mm.processes.ipc import Failure
 from mindie_mm.tokenize.clips import Clips
-from mindie_mm.tokenize.prompt import MediaSpan, Prompt
+from mindie_mm.tokenize.prompt import MediaSpan, PlannedPrompt, PlannedSpan, Prompt
 from mindie_mm.tokenize.requests import TokenizeRequest
 from mindie_mm.tokenize.text.chat_traits import ChatTraits
 
@@ -34,6 +34,8 @@ class Tokenize(msgspec.Struct, frozen=True, array_like=True, tag="tokenize"):
     """Number of the request. The reply has the same number."""
     requests: list[TokenizeRequest]
     """Prompts of the request."""
+    plans: bool = False
+    """Whether to plan the prompts without preprocessing their media."""
 
 
 class Cut(msgspec.Struct, frozen=True, array_like=True, tag="cut"):
@@ -82,6 +84,30 @@ class Tokenized(msgspec.Struct, frozen=True, array_like=True, tag="tokenized"):
         return cls(number, [SentPrompt(prompt.ids.tobytes(), prompt.spans) for prompt in prompts])
 
 
+class SentPlan(msgspec.Struct, frozen=True, array_like=True):
+    """A planned prompt as it is encoded in a message."""
+
+    ids: bytes
+    """Token ids as int64 in native byte order."""
+    spans: tuple[PlannedSpan, ...]
+
+
+class Planned(msgspec.Struct, frozen=True, array_like=True, tag="planned"):
+    """Message from the tokenizer process: the planned prompts of a request, in order."""
+
+    number: int
+    sent: list[SentPlan]
+
+    def prompts(self) -> list[PlannedPrompt]:
+        """Decode the prompts."""
+        return [PlannedPrompt(np.frombuffer(one.ids, np.int64), one.spans) for one in self.sent]
+
+    @classmethod
+    def of(cls, number: int, prompts: Sequence[PlannedPrompt]) -> Planned:
+        """Create the reply with `prompts`."""
+        return cls(number, [SentPlan(prompt.ids.tobytes(), prompt.spans) for prompt in prompts])
+
+
 class CutUp(msgspec.Struct, frozen=True, array_like=True, tag="cut_up"):
     """Message from the tokenizer process: the clips of speech."""
 
@@ -101,4 +127,4 @@ class Pong(msgspec.Struct, frozen=True, array_like=True, tag="pong"):
 
 
 ToProcess = Tokenize | Cut | Cancel | Ping
-FromProcess = Tokenized | CutUp | Failed | Pong
+FromProcess = Tokenized | Planned | CutUp | Failed | Pong

@@ -31,6 +31,7 @@ from mindie_mm.tokenize.stage.tokenizer_messages import (
     CutUp,
     Failed,
     FromProcess,
+    Planned,
     Pong,
     Ready,
     Tokenize,
@@ -87,11 +88,13 @@ class Server:
     async def _answer(self, asked: Tokenize | Cut) -> None:
         faults.point("received")
         number = asked.number
-        reply: Tokenized | CutUp | Failed
+        reply: Tokenized | Planned | CutUp | Failed
         try:
             if isinstance(asked, Cut):
                 given = asked.speech, Path(asked.folder), asked.max_bytes, asked.domain
                 reply = CutUp(number, await self._prompts.stage.cut(*given, always=asked.always))
+            elif asked.plans:
+                reply = Planned.of(number, await self._prompts.plan(asked.requests))
             else:
                 reply = Tokenized.of(number, await self._prompts.make(asked.requests))
         except asyncio.CancelledError:

@@ -10,7 +10,7 @@ from mindie_mm.inputs import Media
 from mindie_mm.nn.speech import SpeechTraits
 from mindie_mm.processes.restarts import Restarts
 from mindie_mm.tokenize.clips import Clips
-from mindie_mm.tokenize.prompt import Prompt
+from mindie_mm.tokenize.prompt import PlannedPrompt, Prompt
 from mindie_mm.tokenize.requests import TokenizeRequest
 from mindie_mm.tokenize.text.chat_traits import ChatTraits
 
@@ -48,6 +48,17 @@ class TokenizerStage(ABC):
         Raises:
             InputError: A request is invalid.
             ArenaFull: Not enough memory for the media became free in time.
+            ProcessDied: The process died, or the tokenizer is closed.
+            NoProcess: No process was ready in time.
+
+        """
+
+    @abstractmethod
+    async def plan(self, requests: Sequence[TokenizeRequest]) -> list[PlannedPrompt]:
+        """Return the prompts of `requests` without preprocessing their media, and without using the arena.
+
+        Raises:
+            InputError: A request is invalid.
             ProcessDied: The process died, or the tokenizer is closed.
             NoProcess: No process was ready in time.
 

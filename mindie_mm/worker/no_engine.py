@@ -1,0 +1,91 @@
+"""The place of the engines in a worker that only plans prompts."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, Self
+
+from mindie_mm.engine.requests.default_sampling import default_sampling
+from mindie_mm.engine.requests.engine_messages import Features, Progress, Ready
+from mindie_mm.errors import InputError, UnsupportedCheckpoint
+from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.processes.restarts import Restarts
+from mindie_mm.settings.config import WorkerConfig
+from mindie_mm.tokenize.text.detokenizer import load_tokenizer
+
+_TEXT_SECTIONS = ("text_config", "llm_config", "language_config", "thinker_config")
+"""Sections of config.json that describe a text model."""
+
+
+@dataclass(frozen=True, slots=True)
+class NoEngine:
+    """An engine that does not exist. It has the sizes that prompts are checked against, but answers no prompts."""
+
+    info: Ready
+    """Sizes as config.json states them."""
+    engines: Sequence[NoReturn] = ()
+    num_alive: int = 0
+    restarts: Restarts = field(default_factory=lambda: Restarts(0, 0))
+
+    @classmethod
+    def of(cls, config: WorkerConfig) -> Self:
+        """Read the sizes of a checkpoint.
+
+        Raises:
+            UnsupportedCheckpoint: config.json does not state a size, or generation_config.json is invalid.
+            InputError: `config.generation_config` is not valid.
+
+        """
+        checkpoint = Checkpoint.open(config.model)
+        vocab_size = _stated(checkpoint.config, "vocab_size")
+        if vocab_size is None:
+            vocab_size = load_tokenizer(checkpoint, config.family, ()).get_vocab_size()
+        length = config.engine.max_model_len or _stated(checkpoint.config, "max_position_embeddings")
+        if length is None:
+            raise UnsupportedCheckpoint("config.json does not state max_position_embeddings; set --max-model-len")
+        return cls(
+            Ready(
+                vocab_size=vocab_size,
+                max_model_len=length,
+                device="no device",
+                dtype="no data type",
+                kv_cache_tokens=0,
+                kv_cache_bytes=0,
+                kv_block_size=1,
+                eos_token_ids=(),
+                default_sampling=default_sampling(checkpoint, config.generation_config),
+            )
+        )
+
+    def check(self) -> None:
+        """Do nothing, because nothing can have died."""
+
+    async def close(self) -> None:
+        """Do nothing, because there are no processes."""
+
+    async def reload(self, grace_s: float) -> None:
+        """Do nothing, because there are no weights."""
+
+    async def wait_until_up(self) -> None:
+        raise _refusal()
+
+    def generate(self, *_: Any) -> AsyncGenerator[Progress, None]:
+        raise _refusal()
+
+    def encode(self, *_: Any) -> AsyncGenerator[list[Features], None]:
+        raise _refusal()
+
+
+def _stated(config: Mapping[str, Any], name: str) -> int | None:
+    """Return the number that config.json states for the text model, or None."""
+    for section in (config, *(config.get(key) for key in _TEXT_SECTIONS)):
+        if isinstance(section, Mapping):
+            value = section.get(name, _stated(section, name) if section is not config else None)
+            if isinstance(value, int):
+                return value
+    return None
+
+
+def _refusal() -> InputError:
+    return InputError("this service has no engine, because it was started with mindie-mm render; use mindie-mm serve")

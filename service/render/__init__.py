@@ -1,0 +1,1 @@
+"""vLLM's /render API: prompts as token ids, with places and hashes of their media."""

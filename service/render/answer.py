@@ -1,0 +1,162 @@
+"""Answers of /render: a planned prompt as the body of a request to vLLM's /inference/v1/generate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+from typing_extensions import TypedDict
+
+from mindie_mm.engine.requests.sampling_params import SamplingParams
+from mindie_mm.errors import InputError
+from mindie_mm.inputs import Media, MediaDefaults, MediaOptions, Paths, media_defaults
+from mindie_mm.settings.config import Colour
+from mindie_mm.tokenize.prompt import PlannedPrompt, PlannedSpan
+from mindie_mm.tokenize.requests import TokenizeRequest
+from service.render.media_hash import FileContent, has_options, media_hash
+
+VLLM_FRAMES = 32
+"""Number of frames that vLLM samples of a video by default."""
+
+
+class PlaceholderRange(TypedDict):
+    """The ids that stand for a media item."""
+
+    offset: int
+    length: int
+
+
+class Features(TypedDict):
+    """The media of a prompt, in order for each kind."""
+
+    mm_hashes: dict[str, list[str]]
+    """Name of the content of each item in vLLM's caches."""
+    mm_placeholders: dict[str, list[PlaceholderRange]]
+    kwargs_data: None
+    mm_metadata: None
+
+
+class GenerateRequest(TypedDict):
+    """A prompt and its settings, with the fields of vLLM's GenerateRequest."""
+
+    request_id: str
+    token_ids: list[int]
+    token_offsets: None
+    features: Features | None
+    """Media of the prompt, or null for a text."""
+    content_parts: None
+    sampling_params: dict[str, Any]
+    """Sampling parameters that differ from vLLM's defaults, and always `max_tokens`."""
+    model: str | None
+    reasoning_ended: None
+    reasoning_parser_kwargs: None
+    return_token_ids: bool | None
+    output_mode: Literal["tokens"]
+    stream: bool
+    stream_options: dict[str, Any] | None
+    cache_salt: str | None
+    priority: int
+    kv_transfer_params: None
+    ec_transfer_params: None
+
+
+_NOT_SENT = frozenset({"cut_max_tokens", "bad_token_ids", "priority", "cache_salt", "json_schema", "pooling"})
+"""Fields of `SamplingParams` that vLLM's class does not have, or that are fields of the request."""
+_NEUTRAL = msgspec.to_builtins(SamplingParams(), str_keys=True)
+
+
+def sampling_params(params: SamplingParams, room: int, n: int) -> dict[str, Any]:
+    """Return sampling parameters for vLLM.
+
+    vLLM leaves `max_tokens` out if it equals its default, 16, and then fills the context. It is therefore always given.
+
+    Args:
+        params: Parameters of the request.
+        room: Number of tokens that the context leaves for an answer.
+        n: Number of choices.
+
+    """
+    stated = msgspec.to_builtins(params, str_keys=True)
+    changed = {name: value for name, value in stated.items() if value != _NEUTRAL[name] and name not in _NOT_SENT}
+    if (structure := params.structured_outputs) is not None:
+        value = getattr(structure, structure.kind)
+        changed["structured_outputs"] = {structure.kind: value}
+    if n > 1:
+        changed["n"] = n
+    return {**changed, "max_tokens": room if params.max_tokens is None else min(params.max_tokens, room)}
+
+
+@dataclass(frozen=True, slots=True)
+class Hashing:
+    """The parts of media hashes that all items of a request share."""
+
+    model_id: str
+    background: Colour
+    options: Mapping[str, Any]
+    """Fields of the request with options of media, without empty ones."""
+    defaults: MediaDefaults
+    """`options` as `MediaOptions`, by kind."""
+
+    @classmethod
+    def of(cls, model_id: str, background: Colour, mm_processor_kwargs: Any, media_io_kwargs: Any) -> Hashing:
+        """Return the parts for a request with these fields. Raise InputError if they are not valid."""
+        given = {"mm_processor_kwargs": mm_processor_kwargs, "media_io_kwargs": media_io_kwargs}
+        options = {name: value for name, value in given.items() if value}
+        return cls(model_id, background, options, media_defaults(mm_processor_kwargs, media_io_kwargs))
+
+    def hash_of(self, span: PlannedSpan, media: Media, files: Paths) -> str:
+        """Return the hash of an item. `files` are its files in the spool."""
+        kind, options = span.kind, self.options
+        if media.options != self.defaults.get(kind, MediaOptions()):  # the item has its own, which vLLM does not know
+            own = {name: value for name, value in asdict(media.options).items() if value is not None}
+            options = {**options, "mm_processor_kwargs": {**options.get("mm_processor_kwargs", {}), **own}}
+        content: Any
+        if media.uuid is not None:
+            if not has_options(kind, options):
+                return media.uuid
+            content = media.uuid
+        elif isinstance(files, Path) and not media.is_embeddings and media.page is None:
+            content = FileContent(kind, files.read_bytes(), None if span.is_rgb else self.background)
+        else:
+            return span.digest.hex()
+        return media_hash(kind, content, self.model_id, options)
+
+
+def features(plan: PlannedPrompt, media: Sequence[Media], files: Sequence[Paths], hashing: Hashing) -> Features | None:
+    """Return the features of a planned prompt without the items' tensors, or None if it has no media."""
+    if not plan.spans:
+        return None
+    hashes: dict[str, list[str]] = {}
+    ranges: dict[str, list[PlaceholderRange]] = {}
+    for span, item, file in zip(plan.spans, media, files, strict=True):
+        start, stop = span.start - span.written_lead, span.stop + span.written_tail
+        hashes.setdefault(span.kind, []).append(hashing.hash_of(span, item, file))
+        ranges.setdefault(span.kind, []).append({"offset": start, "length": stop - start})
+    return {"mm_hashes": hashes, "mm_placeholders": ranges, "kwargs_data": None, "mm_metadata": None}
+
+
+def like_vllm(request: TokenizeRequest) -> TokenizeRequest:
+    """Return a prompt whose media have the options that vLLM would use."""
+    return request.with_media(_like_vllm)
+
+
+def _like_vllm(media: Media) -> Media:
+    options = replace(media.options, detail=None)
+    if media.kind == "video" and not media.num_listed_frames and _chooses_no_frames(options):
+        options = replace(options, num_frames=VLLM_FRAMES)
+    return msgspec.structs.replace(media, options=options)
+
+
+def _chooses_no_frames(options: MediaOptions) -> bool:
+    chosen = (options.fps, options.num_frames, options.min_frames, options.max_frames)
+    return all(value is None for value in chosen)
+
+
+def require_no_pages(request: TokenizeRequest) -> TokenizeRequest:
+    """Return the prompt. Raise InputError if it contains a document, whose pages vLLM does not know."""
+    if any(media.is_document for media in request.media):
+        raise InputError("documents are not supported by /render; send their pages as images")
+    return request

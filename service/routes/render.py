@@ -1,0 +1,176 @@
+"""POST /v1/chat/completions/render and /v1/completions/render, with vLLM's fields."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+from fastapi import APIRouter
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from mindie_mm.errors import InputError, LimitExceeded
+from mindie_mm.processes.tasks import in_thread
+from mindie_mm.tokenize.prompt import PlannedPrompt
+from mindie_mm.tokenize.requests import TokenizeRequest
+from service.render.answer import GenerateRequest, Hashing, features, like_vllm, require_no_pages, sampling_params
+from service.request.admitted import WholeAnswer
+from service.request.call import Call
+from service.request.incoming import Incoming, IncomingDep
+from service.request.prompts import Made, Parse, prompt_of_ids
+from service.request.stored_files import with_stored_files
+from service.routes.chat import chat_of
+from service.schemas.description import answered
+from service.schemas.openai_types import MAX_CHOICES, ChatBody, CompletionBody, GenerationBody
+
+router = APIRouter()
+
+Payload = Literal["tensors", "none"]
+
+
+class RenderChatBody(ChatBody):
+    """POST /v1/chat/completions/render. The other fields are those of /v1/chat/completions."""
+
+    mm_payload: Payload = "tensors"
+    """Whether the answer contains the preprocessed media (tensors), or only their places and hashes (none)."""
+
+
+class RenderCompletionBody(CompletionBody):
+    """POST /v1/completions/render. The other fields are those of /v1/completions."""
+
+    mm_payload: Payload = "tensors"
+    """Has the same meaning as in /v1/chat/completions/render."""
+
+
+@router.post("/v1/chat/completions/render", responses=answered(GenerateRequest))
+async def render_chat(body: RenderChatBody, incoming: IncomingDep) -> Response:
+    """Return the token ids of a chat, and the places and hashes of its media."""
+    _require_enabled(incoming)
+    _require_renderable(body)
+    body = body.model_copy(update={"messages": await with_stored_files(body.messages, incoming)})
+    chat = chat_of(body, incoming)
+
+    async def answer() -> GenerateRequest:
+        rendering = _Rendering.of(chat.call, body, body.mm_payload)
+        async with chat.call.plans([rendering.parse(chat.parse())], field="messages") as made:
+            (rendered,) = await rendering.rendered(made)
+        return rendered
+
+    return WholeAnswer(answer, incoming.service.admission)
+
+
+@router.post("/v1/completions/render", responses=answered(GenerateRequest))
+async def render_completion(body: RenderCompletionBody, incoming: IncomingDep) -> Response:
+    """Return the token ids of each prompt, as a list."""
+    _require_enabled(incoming)
+    _require_renderable(body)
+    given = body.prompts()
+    if body.embeddings():
+        raise InputError("prompt_embeds are not supported by /render; send text or token ids", param="prompt_embeds")
+    if not given or not all(given):
+        raise InputError("prompt is empty", param="prompt")
+    if len(given) > MAX_CHOICES:
+        raise LimitExceeded(f"the request has {len(given)} prompts; the limit is {MAX_CHOICES}", param="prompt")
+    call = incoming.call(body, body, prefix="cmpl-", n=body.n or 1)
+    options = replace(
+        body.prompt_options,
+        add_special_tokens=body.add_special_tokens is not False,
+        parse_special=body.parse_special,
+    )
+
+    def request(text: str) -> TokenizeRequest:
+        return TokenizeRequest(items=call.reader.text(text), chat=False, options=options)
+
+    async def answer() -> list[GenerateRequest]:
+        rendering = _Rendering.of(call, body, body.mm_payload)
+        texts = [text for text in given if isinstance(text, str)]
+        if len(texts) < len(given):
+            prompts = [prompt_of_ids(call.service, ids, "prompt") for ids in given if not isinstance(ids, str)]
+            return await rendering.rendered(Made([PlannedPrompt(prompt.ids) for prompt in prompts], [], []))
+        async with call.plans([rendering.parse(partial(request, text)) for text in texts]) as made:
+            return await rendering.rendered(made)
+
+    return WholeAnswer(answer, incoming.service.admission)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rendering:
+    """How the prompts of one request are rendered."""
+
+    call: Call
+    body: GenerationBody
+    payload: Payload
+    hashing: Hashing
+
+    @classmethod
+    def of(cls, call: Call, body: GenerationBody, payload: Payload) -> _Rendering:
+        """Return the rendering for a request. Raise InputError if its options of media are not valid."""
+        service = call.service
+        options = (getattr(body, name, None) for name in ("mm_processor_kwargs", "media_io_kwargs"))
+        background = service.worker.config.media.rgba_background_color
+        return cls(call, body, payload, Hashing.of(service.model_id, background, *options))
+
+    def parse(self, parse: Parse) -> Parse:
+        """Return the function that parses a prompt as the servers that get the answer would."""
+        like = like_vllm if self.call.service.config.like == "vllm" else _unchanged
+        return lambda: like(require_no_pages(parse()))
+
+    async def rendered(self, made: Made[PlannedPrompt]) -> list[GenerateRequest]:
+        """Return the answers for planned prompts.
+
+        Raise InputError if a prompt has media whose tensors are requested.
+        """
+        if made.media and self.payload == "tensors":
+            raise InputError(
+                "mm_payload is tensors, which is not supported; set mm_payload to none", param="mm_payload"
+            )
+        media, files = iter(made.media), iter(made.files)
+        several = len(made.results) > 1
+        answers = []
+        for index, plan in enumerate(made.results):
+            own = [(next(media), next(files)) for _ in plan.spans]
+            items, paths = [item for item, _ in own], [file for _, file in own]
+            found = await in_thread(partial(features, plan, items, paths, self.hashing))
+            suffix = f"-{index}" if several else ""
+            answers.append(self._answer(plan, found, suffix))
+        return answers
+
+    def _answer(self, plan: PlannedPrompt, found: Any, suffix: str) -> GenerateRequest:
+        call, body = self.call, self.body
+        room = call.service.worker.engine.info.max_model_len - len(plan)
+        return {
+            "request_id": call.id + suffix,
+            "token_ids": plan.ids.tolist(),
+            "token_offsets": None,
+            "features": found,
+            "content_parts": None,
+            "sampling_params": sampling_params(call.params, room, call.n),
+            "model": body.model,
+            "reasoning_ended": None,
+            "reasoning_parser_kwargs": None,
+            "return_token_ids": body.return_token_ids,
+            "output_mode": "tokens",
+            "stream": bool(body.stream),
+            "stream_options": body.stream_options.model_dump() if body.stream_options else None,
+            "cache_salt": body.cache_salt,
+            "priority": call.params.priority,
+            "kv_transfer_params": None,
+            "ec_transfer_params": None,
+        }
+
+
+def _unchanged(request: TokenizeRequest) -> TokenizeRequest:
+    return request
+
+
+def _require_enabled(incoming: Incoming) -> None:
+    """Raise HTTPException unless the setting `enable_scale_out` is on."""
+    if not incoming.service.config.enable_scale_out:
+        raise HTTPException(403, "this service does not serve /render; start it with --enable-scale-out")
+
+
+def _require_renderable(body: GenerationBody) -> None:
+    """Raise InputError for beam search, which a server of tokens does not know."""
+    if body.use_beam_search:
+        raise InputError("use_beam_search is not supported by /render; leave it out", param="use_beam_search")

@@ -1,0 +1,146 @@
+"""Tests of /render, in a service with an engine and in `mindie-mm render`."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from PIL import Image
+
+from tests.service.conftest import MiB
+from tests.warm import running_service
+from tools.serving import RunningService
+
+SETTINGS = {
+    "max_model_len": 2048,
+    "max_request_bytes": 8 * MiB,
+    "model_id": "tiny",
+    "decoders": 1,
+    "generation_config": "vllm",
+}
+
+
+@pytest.fixture(scope="module")
+def renderer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
+    """Yield a running `mindie-mm render`."""
+    folder = tmp_path_factory.mktemp("render")
+    given = SETTINGS | {"spool": folder / "spool", "arena_bytes": MiB}
+    with running_service(given, folder / "log", command="render") as running:
+        yield running
+        assert running.shm()["blocks"] == 0
+        assert running.stop() == 0, running.log.read_text()[-2000:]
+    assert not [*(folder / "spool").iterdir()], "request directories are left"
+
+
+@pytest.fixture(scope="module")
+def render(renderer: RunningService) -> Iterator[httpx2.Client]:
+    with httpx2.Client(base_url=renderer.url, timeout=120) as client:
+        yield client
+
+
+def chat(*urls: str, **fields: Any) -> dict[str, Any]:
+    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": one}} for one in urls]
+    return {"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": "What?"}]}], **fields}
+
+
+def none(client: httpx2.Client, body: dict[str, Any]) -> dict[str, Any]:
+    answer = client.post("/v1/chat/completions/render", json={"mm_payload": "none", **body})
+    assert answer.status_code == 200, answer.text
+    rendered: dict[str, Any] = answer.json()
+    return rendered
+
+
+def test_a_chat_has_the_ids_of_tokenize_and_a_range_per_image(render: httpx2.Client, red_square: str) -> None:
+    rendered = none(render, chat(red_square, red_square, max_tokens=16, temperature=0, stop=["."], seed=3))
+    tokenized = render.post("/tokenize", json=chat(red_square, red_square)).json()
+    assert rendered["token_ids"] == tokenized["tokens"]
+    features = rendered["features"]
+    first, second = features["mm_placeholders"]["image"]
+    for place in (first, second):
+        own = rendered["token_ids"][place["offset"] : place["offset"] + place["length"]]
+        assert len({*own}) == 1, "only placeholders"
+    assert first["offset"] + first["length"] <= second["offset"]
+    assert (features["kwargs_data"], features["mm_metadata"]) == (None, None)
+    hashes = features["mm_hashes"]["image"]
+    assert (len(hashes), hashes[0], len(hashes[0])) == (2, hashes[1], 64)
+    assert rendered["sampling_params"] == {"temperature": 0.0, "seed": 3, "stop": ["."], "max_tokens": 16}
+    assert rendered["request_id"].startswith("chatcmpl-")
+
+
+def test_a_text_has_no_features_and_the_room_of_the_context(render: httpx2.Client) -> None:
+    rendered = none(render, {"messages": [{"role": "user", "content": "Hello!"}]})
+    assert rendered["features"] is None
+    assert rendered["sampling_params"]["max_tokens"] == 2048 - len(rendered["token_ids"])
+
+
+def test_completions_are_a_list(render: httpx2.Client) -> None:
+    def rendered(prompt: Any) -> list[dict[str, Any]]:
+        answer = render.post("/v1/completions/render", json={"prompt": prompt})
+        assert answer.status_code == 200, answer.text
+        found: list[dict[str, Any]] = answer.json()
+        return found
+
+    one, two = rendered(["Hello!", "What is it?"])
+    assert rendered("Hello!")[0]["token_ids"] == one["token_ids"]
+    assert rendered([one["token_ids"], two["token_ids"]])[1]["token_ids"] == two["token_ids"]
+    assert (one["request_id"][-2:], two["request_id"][-2:]) == ("-0", "-1")
+    assert one["sampling_params"] == {"max_tokens": 16}
+
+
+def test_requests_that_cannot_be_rendered_are_refused(render: httpx2.Client, red_square: str) -> None:
+    broken = "data:image/png;base64," + base64.b64encode(b"no image").decode()
+    for body, status, message in (
+        (chat(red_square), 400, "mm_payload is tensors"),
+        (chat(red_square, mm_payload="all"), 400, "mm_payload"),
+        (chat(broken, mm_payload="none"), 400, "media item 0 (image)"),
+        (chat("http://127.0.0.1/a.png", mm_payload="none"), 400, "not public"),
+        (chat("file:///etc/passwd", mm_payload="none"), 400, "--allowed-media-dir"),
+        (chat(mm_payload="none", model="other"), 404, "other"),
+        (chat(mm_payload="none", max_tokens=2048), 400, "maximum context length is 2048"),
+        (chat(mm_payload="none", use_beam_search=True, n=2), 400, "use_beam_search"),
+    ):
+        answer = render.post("/v1/chat/completions/render", json=body)
+        assert (answer.status_code, message in answer.json()["error"]["message"]) == (status, True), answer.text
+
+
+def test_a_file_that_is_broken_behind_its_header_is_rendered(render: httpx2.Client) -> None:
+    file = io.BytesIO()
+    Image.effect_noise((120, 80), 50).convert("RGB").save(file, "PNG")
+    whole = file.getvalue()
+    broken = bytearray(whole)
+    broken[len(whole) // 2] ^= 0xFF
+    urls = ["data:image/png;base64," + base64.b64encode(data).decode() for data in (whole, broken)]
+    one, other = (none(render, chat(url)) for url in urls)
+    assert one["token_ids"] == other["token_ids"]
+    assert one["features"]["mm_hashes"] != other["features"]["mm_hashes"]
+
+
+def test_only_routes_without_a_model_are_served(render: httpx2.Client, renderer: RunningService) -> None:
+    for path in ("/health", "/metrics", "/v1/models", "/version", "/openapi.json"):
+        assert render.get(path).status_code == 200, path
+    for path in ("/v1/chat/completions", "/v1/completions", "/infer", "/admin/reload"):
+        assert render.post(path, json={}).status_code == 404, path
+    assert renderer.announcement.startswith("mindie_mm renders prompts of ")
+
+
+def test_a_service_refuses_to_render_unless_it_is_enabled(http: httpx2.Client) -> None:
+    for path in ("/v1/chat/completions/render", "/v1/completions/render"):
+        answer = http.post(path, json={"messages": [{"role": "user", "content": "Hello!"}], "prompt": "Hello!"})
+        assert (answer.status_code, "--enable-scale-out" in answer.json()["error"]["message"]) == (403, True)
+
+
+@pytest.mark.slow
+def test_a_service_renders_what_it_answers(tmp_path: Path, red_square: str) -> None:
+    given = {"enable_scale_out": True, "arena_bytes": 4 * MiB, "spool": tmp_path / "spool", "kv_cache_bytes": 8 * MiB}
+    with (
+        running_service(given, tmp_path / "log") as running,
+        httpx2.Client(base_url=running.url, timeout=120) as client,
+    ):
+        rendered = none(client, chat(red_square))
+        answer = client.post("/v1/chat/completions", json=chat(red_square, max_tokens=1, return_token_ids=True)).json()
+        assert rendered["token_ids"] == answer["prompt_token_ids"]
