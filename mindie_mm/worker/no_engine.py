@@ -67,7 +67,7 @@ class NoEngine:
     async def reload(self, grace_s: float) -> None:
         """Do nothing, because there are no weights."""
 
-    async def wait_until_up(self) -> None:
+    async def wait_until_up(self, *_: Any) -> None:
         raise _refusal()
 
     def generate(self, *_: Any) -> AsyncGenerator[Progress, None]:

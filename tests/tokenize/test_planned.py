@@ -7,8 +7,10 @@ import os
 import numpy as np
 import pytest
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from mindie_mm.errors import InputError, MediaError
+from mindie_mm.media.image.encoded_image import open_image
 from mindie_mm.shm import Ref, arenas_of, attach
 from mindie_mm.shm.format.item import ITEM
 from mindie_mm.tokenize import Tokenizer
@@ -19,10 +21,20 @@ def chat(*media: dict, text: str = "What is this?", **extra) -> list[dict]:
     return [{"role": "user", "content": [*media, {"text": text}], **extra}]
 
 
-def upright(picture: Image.Image) -> bytes:
+def turned() -> Image.Exif:
     exif = Image.Exif()
     exif[0x0112] = 6
-    return encoded(picture, exif=exif)
+    return exif
+
+
+def upright(picture: Image.Image) -> bytes:
+    return encoded(picture, exif=turned())
+
+
+def xmp() -> PngInfo:
+    info = PngInfo()
+    info.add_itxt("XML:com.adobe.xmp", '<x:xmpmeta xmlns:x="adobe:ns:meta/"><a tiff:Orientation="6"/></x:xmpmeta>')
+    return info
 
 
 CHATS = {
@@ -95,26 +107,30 @@ def test_a_plan_refuses_what_a_prompt_refuses(tokenizer):
 
 
 def jpeg(**options: object) -> bytes:
-    return encoded(photograph(size=(200, 120)), **options)
+    return encoded(photograph(size=(300, 100)), **options)
 
 
 def saved(mode: str, file_format: str, **options: object) -> bytes:
-    return encoded(photograph(size=(200, 120)).convert(mode), file_format, **options)
+    return encoded(photograph(size=(300, 100)).convert(mode), file_format, **options)
 
 
 UNDECODED = {
     "JPEG": jpeg(),
     "progressive JPEG": jpeg(progressive=True),
-    "JPEG with orientation": upright(photograph(size=(200, 120))),
+    "JPEG with orientation": upright(photograph(size=(300, 100))),
     "gray JPEG": saved("L", "JPEG"),
     "CMYK JPEG": saved("CMYK", "JPEG"),
     "PNG": saved("RGB", "PNG"),
     "PNG with alpha": saved("RGBA", "PNG"),
     "PNG with palette": saved("P", "PNG"),
+    "PNG with orientation": saved("RGB", "PNG", exif=turned()),
+    "PNG with XMP": saved("RGB", "PNG", pnginfo=xmp()),
+    "AVIF": saved("RGB", "AVIF"),
     "GIF": saved("P", "GIF"),
     "BMP": saved("RGB", "BMP"),
     "TIFF": saved("RGB", "TIFF", compression="tiff_deflate"),
     "lossy WebP": saved("RGB", "WEBP"),
+    "WebP with alpha": saved("RGBA", "WEBP"),
     "JPEG 2000": saved("RGB", "JPEG2000"),
     "PPM": saved("RGB", "PPM"),
     "H.264": encode_video(moving_frames(17)),
@@ -151,6 +167,13 @@ def test_media_are_planned_without_decoding(tokenizer, name):
     kind = "video" if name in {"H.264", "VP9"} else "image"
     plan = tokenizer.plan(chat({kind: UNDECODED[name]}))
     assert plan.spans[0].num_features > 1
+
+
+@pytest.mark.usefixtures("no_decoding")
+@pytest.mark.parametrize("name", ["PNG with orientation", "PNG with XMP"])
+def test_the_orientation_of_a_png_is_found_without_decoding(name):
+    opened = open_image(UNDECODED[name])
+    assert (opened.width, opened.height) == (100, 300)
 
 
 @pytest.mark.usefixtures("no_decoding")

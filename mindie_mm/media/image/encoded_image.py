@@ -23,6 +23,7 @@ from mindie_mm.media.guard.caps import add_picture, caps, check_pixels, work
 from mindie_mm.media.guard.segments import JPEG_START, MAX_SCANS, PNG_START, check_parts, check_scans, jpeg_head
 from mindie_mm.media.image.anymap import ANYMAP_START, Anymap
 from mindie_mm.media.image.colours import (
+    ORIENTATION_TAG,
     mend_byte_order,
     mend_transparency,
     orientation_of,
@@ -46,6 +47,9 @@ Pillow can read more formats. Some of its decoders are written in Python, and ta
 formats cannot be detected by content.
 """
 _FORMATS_OF_PILLOW = tuple(name for name in FORMATS if name not in {"HEIC", "PPM"})
+
+_EXIF_MARKS = (b"eXIf", b"XML:com.adobe.xmp", b"Raw profile type")
+"""Texts at the start of chunks of a PNG that may contain an orientation."""
 
 Pixels = NDArray[np.uint8]
 """RGB pixels, uint8 [height, width, 3] for an image and [frames, height, width, 3] for a video."""
@@ -102,7 +106,7 @@ class EncodedImage:
             work().is_rgb &= file.mode == "RGB"
             mend_transparency(file)
             mend_byte_order(file)
-            orientation = orientation_of(file) if _has_exif(file, data) else 1
+            orientation = _orientation(file, data)
         except (Image.DecompressionBombError, Image.DecompressionBombWarning):
             raise _beyond_pillows_limit() from None
         except (LimitExceeded, MemoryError):
@@ -239,9 +243,19 @@ def _beyond_pillows_limit() -> LimitExceeded:
     )
 
 
-def _has_exif(file: Image.Image, data: bytes) -> bool:
-    """Return whether the file may contain EXIF data. For a PNG, Pillow would have to decode all pixels to find out."""
-    return file.format != "PNG" or b"eXIf" in data or b"XML:com.adobe.xmp" in data or b"Raw profile type" in data
+def _orientation(file: Image.Image, data: bytes) -> Any:
+    """Return the EXIF orientation of a file, or 1 if it has none.
+
+    Pillow decodes a PNG to find chunks behind the pixels. This function does so only if there may be such a chunk.
+    """
+    if file.format != "PNG":
+        return orientation_of(file)
+    last = max(data.rfind(mark) for mark in _EXIF_MARKS)
+    if last < 0:
+        return 1
+    if last < data.find(b"IDAT"):
+        return Image.Image.getexif(file).get(ORIENTATION_TAG, 1)  # does not decode, in contrast to PngImageFile's
+    return orientation_of(file)
 
 
 def resize(rgb: Pixels, height: int, width: int, resample: Resample = "bicubic") -> Pixels:

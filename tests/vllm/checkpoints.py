@@ -1,0 +1,49 @@
+"""Small checkpoints for which vLLM's answers are stored."""
+
+from __future__ import annotations
+
+import inspect
+from importlib import import_module
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+_TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for p in m['content'] %}{% if p['type'] == 'image' %}MARK{% elif p['type'] == 'text' %}{{ p['text'] }}"
+    "{% endif %}{% endfor %}{% endif %}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+_MARKS = {
+    "llava": "<image>\n",
+    "llava_next": "<image>\n",
+    "llava_onevision": "<image>\n",
+    "gemma3": "<start_of_image>",
+    "idefics3": "<image>",
+}
+"""Text of an image in the chat template, for families whose small checkpoint has no template."""
+
+
+def write(family: str, out: Path) -> Path:
+    """Write the checkpoint that the tests of a family use, with a chat template, to the folder `out`."""
+    if family == "qwen2vl":
+        from tools.random_checkpoint import write_checkpoint
+
+        return write_checkpoint(out, "wide")
+    out.mkdir()
+    module = import_module(f"tests.models.test_{family}")
+    contract = next(
+        one
+        for one in vars(module).values()
+        if inspect.isclass(one) and one.__module__ == module.__name__ and hasattr(one, "write_checkpoint")
+    )
+    contract.write_checkpoint(out)
+    if family == "llava_onevision":  # vLLM assumes the value of all published checkpoints
+        for name in ("config.json", "processor_config.json"):
+            (out / name).write_text((out / name).read_text().replace("anyres_max_3", "anyres_max_9"))
+    if family == "gemma3":  # as in the published tokenizer
+        tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
+        tokenizer.add_tokens(["\n" * number for number in range(1, 5)])
+        tokenizer.save(str(out / "tokenizer.json"))
+    if family in _MARKS:
+        (out / "chat_template.jinja").write_text(_TEMPLATE.replace("MARK", _MARKS[family]))
+    return out
