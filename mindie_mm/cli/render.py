@@ -36,7 +36,7 @@ def command(path: Path | None, **flags: Any) -> None:
     given = configured(path, flags | {"enable_scale_out": True, "web_page": False})
     service = replace(
         given.service,
-        like=given.service.like or "vllm",
+        like="vllm" if given.service.like == "auto" else given.service.like,
         model_id=given.service.model_id or (None if path is None else os.fspath(path)),
     )
     given = with_local_model(replace(given, service=service).for_service(), weights=False)

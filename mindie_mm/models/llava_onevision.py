@@ -38,6 +38,7 @@ from mindie_mm.nn.model_inputs import PIXELS, Item
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.staging import to_device
+from mindie_mm.nn.traits import Traits
 from mindie_mm.shm import ArraySpec
 
 _EDGES = (384, 768, 1152, 1536, 1920, 2304)
@@ -67,6 +68,7 @@ class LlavaOnevisionProcessor(AnyresProcessor):
     config_name = "LlavaOnevisionConfig"
     image_type = "LlavaOnevisionImageProcessor"
     defaults: ClassVar[Mapping[str, Any]] = _IMAGE
+    traits = Traits(alone_in_vllm=True)
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(checkpoint)

@@ -71,6 +71,9 @@ class Traits:
     """Processor and model: whether features are added to the embedding of the placeholder instead of replacing it."""
     needs_ids: bool = False
     """Processor and model: whether the layers need the ids of text tokens in addition to their embeddings."""
+    alone_in_vllm: bool = False
+    """Processor: whether vLLM counts the tokens of each item as if it were alone in its prompt, and transformers does
+    not."""
     joins_items: bool = False
     """Model: whether a bidirectional span may cover several items. One step then computes all tokens of these items."""
 

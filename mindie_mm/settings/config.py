@@ -326,9 +326,9 @@ class ServiceConfig:
     """Folder for the media and the path file of each request. Default: mindie_mm-<uid> in the temporary directory."""
     enable_scale_out: bool = False
     """Serve vLLM's /render routes, which return the token ids of prompts. Off: these routes get status 403."""
-    like: Literal["vllm", "transformers"] | None = None
-    """Implementation whose sampling of videos and treatment of `detail` the /render routes follow. It must be that of
-    the servers that get their answers. Default: vllm for `mindie-mm render`, transformers for this service."""
+    like: Literal["auto", "vllm", "transformers"] = "auto"
+    """Implementation that the /render routes follow where vLLM and transformers differ: vllm or transformers. It must
+    be that of the servers that get the answers. auto: vllm for `mindie-mm render`, transformers for this service."""
     model_id: str | None = None
     """Name of the model in the hashes of media of the /render routes. It must equal the --model of vLLM servers.
     Default: the path or name of the checkpoint as given."""

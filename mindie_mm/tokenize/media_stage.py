@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -115,10 +116,13 @@ class RequestMedia(Writer):
         self._sources: dict[PlannedItem, tuple[Decoding[Any], Any]] = {}
         """Decoding and source of each planned item."""
 
-    async def plan(self, prompts: Sequence[tuple[Sequence[Media], str]]) -> list[list[PlannedItem]]:
+    async def plan(
+        self, prompts: Sequence[tuple[Sequence[Media], str]], *, alone: bool = False
+    ) -> list[list[PlannedItem]]:
         """Read and plan all items of each prompt, in order. Call this method once.
 
-        Each prompt is a pair of its media and the salt of their digests.
+        Each prompt is a pair of its media and the salt of their digests. With `alone`, each item is planned as if its
+        prompt had no other items.
 
         Pictures of a prompt are not decoded until all items of the prompt have been checked against the limits.
 
@@ -127,7 +131,7 @@ class RequestMedia(Writer):
 
         """
         self._group.keeps_decoder = sum(len(media) for media, _ in prompts) == 1
-        return await gather_in_order([self._plan_prompt(media, salt) for media, salt in prompts])
+        return await gather_in_order([self._plan_prompt(media, salt, alone=alone) for media, salt in prompts])
 
     async def fill(
         self, prompts: Sequence[Prompt], items: Sequence[PlannedItem], path_file: Path | None
@@ -181,8 +185,10 @@ class RequestMedia(Writer):
     def let_go(self) -> None:
         self._stage.decoders.let_go(self._group)
 
-    async def _plan_prompt(self, media: Sequence[Media], salt: str) -> list[PlannedItem]:
+    async def _plan_prompt(self, media: Sequence[Media], salt: str, *, alone: bool) -> list[PlannedItem]:
         counts = self._stage.planner.counts(media)
+        if alone:
+            counts = Counter(dict.fromkeys(counts, 1))
         names = [f"media item {index} ({item.kind})" for index, item in enumerate(media)]
         planning = [self._plan_item(item, name, salt, counts) for item, name in zip(media, names, strict=True)]
         items = await gather_in_order(planning)

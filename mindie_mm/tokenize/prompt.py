@@ -136,6 +136,9 @@ class PromptOptions:
     they are encoded as plain text, as in chats. None stands for the setting of the tokenizer."""
     repeat_special_tokens: bool = False
     """Whether the tokenizer's special tokens are added to a chat even if its template has written a BOS."""
+    like_vllm: bool = False
+    """Whether a chat's tokens are the same as in vLLM where it differs from transformers: it adds no special tokens to
+    the text of the template, and counts the tokens of images as `Traits.alone_in_vllm` says."""
     cut_to: int = 0
     """Number of tokens to which a longer prompt is cut. 0 means no cut, and -1 stands for `max_prompt_tokens`. In
     contrast to `truncate`, exactly this number of tokens is kept, and the cut must not split a media item."""

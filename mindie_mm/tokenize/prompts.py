@@ -208,7 +208,9 @@ class Prompts:
         """Return the prompts without handle words, and the items of their spans."""
         prompts: list[Prompt] = []
         kept: list[PlannedItem] = []
-        all_planned = await media.plan([(request.media, request.options.cache_salt) for request in requests])
+        alone = requests[0].options.like_vllm and self._processor.traits.alone_in_vllm
+        salted = [(request.media, request.options.cache_salt) for request in requests]
+        all_planned = await media.plan(salted, alone=alone)
         for request, planned in zip(requests, all_planned, strict=True):
             if prompts:
                 await asyncio.sleep(0)  # encoding many long texts without a pause would delay other requests
@@ -264,7 +266,9 @@ class Prompts:
         )
         if options.max_prompt_tokens:  # a template may write numbers, or a text several times
             self._text.check_size([rendered.text], options.max_prompt_tokens)
-        special_tokens: SpecialTokens = "all" if options.repeat_special_tokens else "unless_begun"
+        special_tokens: SpecialTokens = "none" if options.like_vllm else "unless_begun"
+        if options.repeat_special_tokens:
+            special_tokens = "all"
         prompt = self._expanded(self._encode(rendered, planned, special_tokens), planned)
         if not options.marks_assistant:
             return prompt

@@ -18,9 +18,6 @@ from mindie_mm.tokenize.prompt import PlannedPrompt, PlannedSpan
 from mindie_mm.tokenize.requests import TokenizeRequest
 from service.render.media_hash import FileContent, has_options, media_hash
 
-VLLM_FRAMES = 32
-"""Number of frames that vLLM samples of a video by default."""
-
 
 class PlaceholderRange(TypedDict):
     """The ids that stand for a media item."""
@@ -139,20 +136,12 @@ def features(plan: PlannedPrompt, media: Sequence[Media], files: Sequence[Paths]
 
 
 def like_vllm(request: TokenizeRequest) -> TokenizeRequest:
-    """Return a prompt whose media have the options that vLLM would use."""
-    return request.with_media(_like_vllm)
+    """Return a prompt that is tokenized as in vLLM, which ignores `detail` of images."""
+    return msgspec.structs.replace(request.with_media(_like_vllm), options=replace(request.options, like_vllm=True))
 
 
 def _like_vllm(media: Media) -> Media:
-    options = replace(media.options, detail=None)
-    if media.kind == "video" and not media.num_listed_frames and _chooses_no_frames(options):
-        options = replace(options, num_frames=VLLM_FRAMES)
-    return msgspec.structs.replace(media, options=options)
-
-
-def _chooses_no_frames(options: MediaOptions) -> bool:
-    chosen = (options.fps, options.num_frames, options.min_frames, options.max_frames)
-    return all(value is None for value in chosen)
+    return msgspec.structs.replace(media, options=replace(media.options, detail=None))
 
 
 def require_no_pages(request: TokenizeRequest) -> TokenizeRequest:

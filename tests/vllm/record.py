@@ -1,25 +1,37 @@
-"""Script that stores vLLM's answers to the chats: `python -m tests.vllm.record URL FAMILY`.
+"""Script that stores vLLM's answers to the chats: `python -m tests.vllm.record VLLM [FAMILY ...]`.
 
-URL is that of `vllm launch render FAMILY --trust-request-mm-kwargs`, run in the folder that contains the family's
-checkpoint FAMILY.
+VLLM is the command `vllm` of an environment of its own. For each family, the script starts `vllm launch render` on a
+small checkpoint, without weights or accelerator. With --check, it compares the answers with the stored ones instead.
 """
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import tempfile
+import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from tests.vllm import chats
+from tests.vllm.checkpoints import write
 from tests.vllm.stored import ANSWERS, CHATS, MEDIA, essence, store, stored_chats
 from tools.arguments import parser
 
+PORT = 8191
+URL = f"http://127.0.0.1:{PORT}"
+START_TIMEOUT_S = 300.0
 
-def asked(url: str, body: dict[str, Any]) -> dict[str, Any]:
+
+def asked(body: dict[str, Any]) -> dict[str, Any]:
     """Return the answer to a body, or the status of a refusal."""
     request = urllib.request.Request(
-        f"{url}/v1/chat/completions/render", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        f"{URL}/v1/chat/completions/render", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     try:
         with urllib.request.urlopen(request) as answer:
@@ -29,26 +41,59 @@ def asked(url: str, body: dict[str, Any]) -> dict[str, Any]:
         return {"status": error.code}
 
 
+@contextmanager
+def rendering(vllm: str, family: str) -> Iterator[str]:
+    """Run vLLM's render server on the checkpoint of a family, and yield its version."""
+    options = ["--port", str(PORT), "--dtype", "float32", "--max-model-len", "4096", "--trust-request-mm-kwargs"]
+    with tempfile.TemporaryDirectory() as folder:
+        write(family, Path(folder, family))
+        # The relative path is the model's name in the hashes.
+        process = subprocess.Popen([vllm, "launch", "render", family, *options], cwd=folder)
+        try:
+            yield _version(process)
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def _version(process: subprocess.Popen[bytes]) -> str:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while process.poll() is None and time.monotonic() < deadline:
+        try:
+            with urllib.request.urlopen(f"{URL}/version") as answer:
+                return str(json.load(answer)["version"])
+        except OSError:
+            time.sleep(1)
+    raise RuntimeError("vLLM did not start")
+
+
 def main() -> None:
-    """Write the chats if they are not stored, and the answers of a family."""
+    """Write the chats if they are not stored, and write or compare the answers of families."""
     arguments = parser(__doc__)
-    arguments.add_argument("url", metavar="URL")
-    arguments.add_argument("family", metavar="FAMILY")
+    arguments.add_argument("vllm", metavar="VLLM")
+    arguments.add_argument("families", metavar="FAMILY", nargs="*")
+    arguments.add_argument("--check", action="store_true", help="compare with the stored answers")
     given = arguments.parse_args()
+    sys.path.insert(0, str(Path(__file__).parents[1] / "stubs"))  # for the tests of families, as in pytest
     if not CHATS.exists():
         MEDIA.mkdir(exist_ok=True)
         bodies = {name: store(name, body) for name, body in (*chats.image_chats(), *chats.pixel_chats())}
         CHATS.write_text(json.dumps(bodies, indent=1) + "\n")
-    with urllib.request.urlopen(f"{given.url}/version") as answer:
-        version = json.load(answer)["version"]
-    answers = {
-        name: essence(asked(given.url, {"model": given.family, "mm_payload": "none", **body}))
-        for name, body in stored_chats().items()
-    }
-    ANSWERS.mkdir(exist_ok=True)
-    lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(one)}" for name, one in answers.items())
-    path = ANSWERS / f"{given.family}.json"
-    path.write_text(f'{{"vllm": {json.dumps(version)}, "answers": {{\n{lines}\n}}}}\n')
+    bodies, differing = stored_chats(), []
+    for family in given.families or sorted(path.stem for path in ANSWERS.glob("*.json")):
+        path = ANSWERS / f"{family}.json"
+        with rendering(given.vllm, family) as version:
+            answers = {
+                name: essence(asked({"model": family, "mm_payload": "none", **body})) for name, body in bodies.items()
+            }
+        if given.check:
+            stored = json.loads(path.read_text())["answers"]
+            differing += [f"{family}: {name}" for name in answers if answers[name] != stored[name]]
+            continue
+        lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(one)}" for name, one in answers.items())
+        path.write_text(f'{{"vllm": {json.dumps(version)}, "answers": {{\n{lines}\n}}}}\n')
+    if differing:
+        sys.exit("the answers of vLLM differ from the stored ones: " + ", ".join(differing))
 
 
 if __name__ == "__main__":
