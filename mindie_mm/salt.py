@@ -9,6 +9,8 @@ from __future__ import annotations
 from blake3 import blake3
 
 
-def salted(salt: str) -> blake3:
-    """Return a hash object keyed by `salt`. Clients without a salt share the empty salt."""
+def salted(salt: str, lora: str | None = None) -> blake3:
+    """Return a hash object keyed by `salt`, and by the key of a LoRA adapter. Without a salt, the salt is empty."""
+    if lora is not None:
+        return blake3(key=blake3(blake3(salt.encode()).digest() + lora.encode()).digest())
     return blake3(key=blake3(salt.encode()).digest()) if salt else blake3()

@@ -62,6 +62,7 @@ from service.routes import (
     generate,
     health,
     infer,
+    loras,
     messages,
     models,
     render,
@@ -100,6 +101,9 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
 
     """
     model_names = tuple(dict.fromkeys(config.served_model_name)) or (checkpoint_name(worker.config.model or EMBEDDED),)
+    for name in model_names:
+        if name in worker.loras:
+            raise InputError(f"the LoRA adapter {name!r} has the name of the served model; give it another name")
     admission = Admission(config.max_concurrent_requests, config.request_timeout_s, config.max_held_logprobs)
     metrics = Metrics(model_names[0])
     chat_dialect = ChatDialect.of(worker, config)
@@ -160,7 +164,7 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
         if worker.only_plans
         else (
             *(chat, completions, responses, messages, embeddings, rerank, files, batches, transcriptions),
-            *(infer, generate, models, tokens, health, admin, render),
+            *(infer, generate, models, loras, tokens, health, admin, render),
         )
     )
     errors.install(app, (route for one in modules for route in one.router.routes if isinstance(route, APIRoute)))

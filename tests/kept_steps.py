@@ -46,6 +46,7 @@ def _key(start: Any) -> bytes:
     """Return a digest of the settings and of the checkpoint, except the values of the weights."""
     settings = msgspec.to_builtins(start.config)
     given = {name: value for name, value in settings.items() if name not in _OF_CACHES}, start.family
+    given = *given, start.loras is not None
     digest = blake2b(msgspec.msgpack.encode(given), digest_size=16)
     digest.update(os.environ.get("MINDIE_MM_KERNELS", "").encode())
     for file in sorted(Path(start.model).iterdir()) if start.model else ():

@@ -6,6 +6,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -22,11 +23,13 @@ from mindie_mm.engine.requests.engine_messages import (
     Add,
     Encode,
     FinishReason,
+    LoadLora,
     Origin,
     Progress,
     Ready,
     Stats,
     Stepped,
+    UnloadLora,
 )
 from mindie_mm.engine.requests.request import Request
 from mindie_mm.engine.requests.sampling_params import SamplingParams
@@ -45,6 +48,8 @@ from mindie_mm.errors import (
     WeightsChanged,
     without_frames,
 )
+from mindie_mm.nn.lora.adapter import Adapter
+from mindie_mm.nn.lora.loras import Loras
 from mindie_mm.nn.model import MediaModel
 from mindie_mm.nn.placement import devices_of
 from mindie_mm.nn.splice import MediaItem
@@ -86,6 +91,8 @@ class BaseEngine(ABC):
         """Compiler of structured outputs. If it is None, requests for structured outputs are refused."""
         self.weights = b""
         """See `Origin.weights`."""
+        self.lora_keys: dict[str, str] = {}
+        """See `Ready.lora_keys`."""
 
     @property
     @abstractmethod
@@ -155,6 +162,42 @@ class BaseEngine(ABC):
             return _failure(request_id, sent)
         return Progress(request_id=request_id, features=sent, finish_reason="stop" if len(sent) == len(items) else None)
 
+    def load_lora(self, message: LoadLora) -> Progress:
+        """Read a LoRA adapter, so that requests may use it, and return its key."""
+
+        def read() -> str:
+            loras = self._loras()
+            adapter = loras.read(Path(message.folder))
+            loras.require_fitting(adapter)
+            loras.known.setdefault(adapter.key, adapter)
+            return adapter.key
+
+        key = self._try_on_all(message.request_id, read)
+        if isinstance(key, MindieMMError):
+            return _failure(message.request_id, key)
+        return Progress(request_id=message.request_id, lora_key=key, finish_reason="stop")
+
+    def unload_lora(self, message: UnloadLora) -> None:
+        """Forget a LoRA adapter. Do nothing if it is not known. The client waits until no request uses it."""
+        if self._media_model.loras is not None:
+            self._media_model.loras.forget(message.key)
+
+    def _loras(self) -> Loras:
+        if (loras := self._media_model.loras) is None:
+            raise InputError("LoRA adapters are not enabled; start with --lora NAME=FOLDER or --lora-dir FOLDER")
+        return loras
+
+    def _adapter_of(self, params: SamplingParams) -> Adapter | None:
+        """Return the adapter whose key `params` contain, or None."""
+        if params.lora is None:
+            return None
+        if (adapter := self._loras().known.get(params.lora)) is None:
+            raise OperationalError(
+                "the LoRA adapter of the request could not be read again after a restart, because its files have "
+                "changed; unload it, and load it again"
+            )
+        return adapter
+
     def _try_on_all(self, request_id: str, work: Callable[[], T]) -> T | MindieMMError:
         """Return the result of `work`. If one rank fails, return its error on all ranks."""
         failure: MindieMMError | None = None
@@ -177,7 +220,8 @@ class BaseEngine(ABC):
         request = self._request(message)
         if (wanted := request.params.structure) is not None:
             request.constraint = self._constraint(wanted)
-        request.origin = Origin(request.content_digest(), self.weights)
+        adapter = b"" if request.adapter is None else request.adapter.key.encode()
+        request.origin = Origin(request.content_digest(), self.weights + adapter)
         if message.origin is not None:
             _require_same(message.origin, request.origin, begun=bool(message.drawn_ids))
         if message.drawn_ids:

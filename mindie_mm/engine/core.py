@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -156,7 +156,10 @@ class Engine(BaseEngine):
                 "Shorten the prompt, which must have at least 1 token, or lower max_tokens"
             )
             raise ContextLengthExceeded.of(left_tokens + len(ids), detail)
+        adapter = self._adapter_of(params)
         items = self._read(ids)
+        if adapter is not None and adapter.in_tower:
+            items = [replace(item, lora=adapter.key) for item in items]
         media = without_prompt_embeds(items)
         request = Request(
             request_id=message.request_id,
@@ -168,6 +171,7 @@ class Engine(BaseEngine):
             span_ids=self._model.bidirectional_spans(len(ids), media),
             max_tokens=params.most_tokens(left_tokens),
             generator=generator_of(params),
+            adapter=adapter,
             asked_s=message.asked_s,
         )
         if self._prefix_caching:
@@ -335,6 +339,7 @@ class Engine(BaseEngine):
         request, start = rows.request, rows.start
         for states in rows.states.split(self._head_rows):
             token_ids = request.token_ids[start : start + len(states)]
-            logits = self._model.head(states)
+            with self._model.adapted([(request.adapter, len(states))]):
+                logits = self._model.head(states)
             request.prompt_logprobs += token_logprobs(logits, token_ids, request.params.prompt_logprobs or 0)
             start += len(states)

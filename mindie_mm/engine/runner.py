@@ -76,7 +76,12 @@ class Runner:
         """
         uploads = Uploads(self._model.spec.device)
         blocks = [block for scheduled in step for block in self._begun(scheduled)]
-        if self._graphs is not None and (logits := self._graphs.logits(step, earlier, blocks)) is not None:
+        adapted = any(scheduled.request.adapter is not None for scheduled in step)
+        if (
+            self._graphs is not None
+            and not adapted
+            and (logits := self._graphs.logits(step, earlier, blocks)) is not None
+        ):
             return StepLogits(logits, logits[:0], [], [])
         begun = uploads.add(np.array(blocks, np.int64))
         splices: list[Splice] = []
@@ -90,7 +95,7 @@ class Runner:
             for item in request.items_in(start, stop):
                 first, last = item.features_in(start, stop)
                 if first < last:
-                    splices.append(Splice(row - start + item.slots[first:last], features[item.ref][first:last]))
+                    splices.append(Splice(row - start + item.slots[first:last], features[item.key][first:last]))
             if request.params.prompt_logprobs is not None:
                 first = max(start, len(request.prompt_logprobs))
                 last = min(stop, request.num_prompt - 1)
@@ -113,11 +118,15 @@ class Runner:
         settings = RowSettings.of([s.request for s in step if s.samples], self._model.spec.vocab_size, uploads)
         ids = _ids(step, earlier, uploads)
         self._cache.clear(begun())
-        states = self._model.states(ids, placed(), splices, batch, None if rows is None else rows())
+        with self._model.adapted([(s.request.adapter, s.end - s.start) for s in step]):
+            states = self._model.states(ids, placed(), splices, batch, None if rows is None else rows())
         of_draws, of_pooling = len(sampled) + len(guessed), [len(rows) for _, rows in pooled]
         drawn, *parts = states.split([of_draws, *(len(rows) for _, _, rows in prompts), *of_pooling])
         scored = parts[: len(prompts)]
-        sampled_logits, guessed_logits = self._model.head(drawn).split([len(sampled), len(guessed)])
+        of_head = [(s.request.adapter, 1) for s in step if s.samples]
+        of_head += [(s.request.adapter, len(s.guesses)) for s in step]
+        with self._model.adapted(of_head):
+            sampled_logits, guessed_logits = self._model.head(drawn).split([len(sampled), len(guessed)])
         return StepLogits(
             sampled_logits,
             guessed_logits,

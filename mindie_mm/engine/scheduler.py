@@ -24,7 +24,8 @@ from mindie_mm.engine.cache.prefix import extend_keys
 from mindie_mm.engine.cache.state_pool import StatePool
 from mindie_mm.engine.prompt_lookup import PromptLookup
 from mindie_mm.engine.requests.request import Request
-from mindie_mm.nn.splice import ItemRef, MediaItem
+from mindie_mm.nn.lora.adapter import Adapter
+from mindie_mm.nn.splice import ItemKey, MediaItem
 from mindie_mm.settings.config import EngineConfig
 
 
@@ -217,13 +218,36 @@ class Scheduler(BaseScheduler):
                 step.append(scheduled)
         if preemptions != self.preemptions:  # admit no request, and remove preempted requests from the step
             return [scheduled for scheduled in step if scheduled.request in self.running]
-        while self.waiting and len(self.running) < config.max_num_seqs:
-            scheduled = self._admit(self.waiting[0], budget)
+        step += self._admit_waiting(budget)
+        return step
+
+    def _admit_waiting(self, budget: _Budget) -> list[Scheduled]:
+        """Admit waiting requests in their order.
+
+        A request whose LoRA adapter has no place on the device waits until a running adapter has no more requests.
+        Later requests with adapters then wait, too, so that it gets the place. Requests without adapters need not wait.
+        """
+        admitted: list[Scheduled] = []
+        index, lacks_place = 0, False
+        while index < len(self.waiting) and len(self.running) < self._config.max_num_seqs:
+            request = self.waiting[index]
+            if request.adapter is not None:
+                lacks_place = lacks_place or not self._has_place(request.adapter)
+                if lacks_place:
+                    index += 1
+                    continue
+            scheduled = self._admit(request, budget)
             if scheduled is None:
                 break
-            self.running.append(self.waiting.popleft())
-            step.append(scheduled)
-        return step
+            del self.waiting[index]
+            self.running.append(request)
+            admitted.append(scheduled)
+        return admitted
+
+    def _has_place(self, adapter: Adapter) -> bool:
+        """Return whether an adapter can be on the device together with the adapters of the running requests."""
+        used = {request.adapter for request in self.running if request.adapter is not None}
+        return adapter in used or len(used) < self._config.max_loras
 
     def _yield_to_more_urgent(self) -> None:
         """Preempt less urgent requests until the most urgent waiting request has a place, and blocks to begin."""
@@ -475,7 +499,7 @@ class TowerBudget:
         self._limits = limits
         self._tokens = limits.tokens
         self._bytes = limits.num_bytes
-        self._items: set[bytes | ItemRef] = set()
+        self._items: set[ItemKey] = set()
 
     def num_fitting(self, items: Sequence[MediaItem]) -> int:
         """Return how many `items`, counted from the first, fit together. The budget does not change."""

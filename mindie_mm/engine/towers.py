@@ -15,17 +15,18 @@ from mindie_mm.engine.ranks import Ranks
 from mindie_mm.engine.requests.request import Request
 from mindie_mm.engine.scheduler import Scheduled, TowerBudget, TowerLimits
 from mindie_mm.errors import DeviceError, MindieMMError, without_frames
+from mindie_mm.nn.lora.adapter import Adapter
 from mindie_mm.nn.model import MediaModel
 from mindie_mm.nn.placement import devices_of
-from mindie_mm.nn.splice import ItemRef, ItemView, MediaItem
+from mindie_mm.nn.splice import ItemKey, ItemView, MediaItem
 from mindie_mm.nn.staging import fetch
 from mindie_mm.processes import faults
 from mindie_mm.settings.config import MiB
 
 _log = logging.getLogger(__name__)
 
-Features = dict[ItemRef, Tensor]
-"""Features of each media item of a step, [num_features, hidden]."""
+Features = dict[ItemKey, Tensor]
+"""Features of each media item of a step, [num_features, hidden], by `MediaItem.key`."""
 
 _MOST_FETCHED_BYTES = 64 * MiB
 """Maximum size of prefetched media. About twenty pictures of 1420x720 pixels fit. Copying them takes 3 ms at 25
@@ -57,7 +58,7 @@ class Towers:
         if not self._fetches:
             return
         left_bytes = fetched_bytes(self._limits.num_bytes)
-        views: dict[bytes | ItemRef, ItemView] = {}
+        views: dict[ItemKey, ItemView] = {}
         for item in coming:
             if item.key not in views:
                 left_bytes -= item.view.nbytes
@@ -78,7 +79,7 @@ class Towers:
         for scheduled in step:
             for item in scheduled.request.items_in(scheduled.start, scheduled.stop):
                 if (cached := self._encoder_cache.get(item)) is not None:
-                    features[item.ref] = cached
+                    features[item.key] = cached
                 else:
                     missing.append((scheduled.request, item))
         # Call the tower once per group within the limits. If this fails, call it once per item, so that a lost block
@@ -109,35 +110,42 @@ class Towers:
         """Add the features of a group's items to `features`. If a rank fails, return its error and add no features."""
         faults.point("before-tower")
         start = time.perf_counter()
-        encoded = self._encoded_once([item for _, item in group])
+        adapter = group[0][0].tower_adapter
+        encoded = self._encoded_once([item for _, item in group], adapter)
         if isinstance(encoded, MindieMMError):
             return encoded
         faults.point("after-tower")
         seconds = time.perf_counter() - start
         for request, item in group:
-            features[item.ref] = encoded[item.key]
+            features[item.key] = encoded[item.key]
             request.tower_s += seconds / len(group)
         for key, item in {item.key: item for _, item in group}.items():
             self._encoder_cache.put(item, encoded[key])
         return None
 
-    def _encoded_once(self, items: Sequence[MediaItem]) -> dict[bytes | ItemRef, Tensor] | MindieMMError:
+    def _encoded_once(
+        self, items: Sequence[MediaItem], adapter: Adapter | None = None
+    ) -> dict[ItemKey, Tensor] | MindieMMError:
         """Return the features of each content by its key. A content that occurs several times is encoded once."""
-        distinct: dict[bytes | ItemRef, MediaItem] = {}
+        distinct: dict[ItemKey, MediaItem] = {}
         for item in items:
             distinct.setdefault(item.key, item)  # the first occurrence, as in `fetch`
-        outputs = self._encoded(list(distinct.values()))
+        outputs = self._encoded(list(distinct.values()), adapter)
         return outputs if isinstance(outputs, MindieMMError) else dict(zip(distinct, outputs, strict=True))
 
-    def _encoded(self, items: list[MediaItem]) -> list[Tensor] | MindieMMError:
-        """Return the features of each item on all ranks. If a rank fails, return its error on all ranks."""
+    def _encoded(self, items: list[MediaItem], adapter: Adapter | None) -> list[Tensor] | MindieMMError:
+        """Return the features of each item on all ranks, with a LoRA adapter or none.
+
+        If a rank fails, return its error on all ranks.
+        """
         ranks, spec = self._ranks, self._model.spec
         lengths = [item.shape.num_features for item in items]
         owners = ranks.owners(lengths) if self._by_item else [ranks.number] * len(items)
         own = [item for item, owner in zip(items, owners, strict=True) if owner == ranks.number]
         failure: MindieMMError | None = None
         try:
-            features = self._model.encode(own) if own else []
+            with self._model.adapted([(adapter, 1)]):
+                features = self._model.encode(own) if own else []
         except MindieMMError as error:
             failure = without_frames(error)
         except Exception as error:  # noqa: BLE001 - a device error must not fail other requests either
@@ -158,10 +166,12 @@ class Towers:
             require_alive(device)
 
     def _within_limits(self, missing: list[tuple[Request, MediaItem]]) -> list[list[tuple[Request, MediaItem]]]:
+        """Divide items into groups for one call each. All items of a group have the same LoRA adapter or none."""
         groups: list[list[tuple[Request, MediaItem]]] = []
         budget = TowerBudget(self._limits)
         for request, item in missing:
-            if not groups or not budget.can_take(item):
+            changes = bool(groups) and groups[-1][0][0].tower_adapter is not request.tower_adapter
+            if not groups or changes or not budget.can_take(item):
                 groups.append([])
                 budget = TowerBudget(self._limits)
             budget.take(item)

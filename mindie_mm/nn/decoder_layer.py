@@ -131,6 +131,19 @@ class DecoderLayer(nn.Module, ABC):
         hidden, added = self.run(hidden_states[0], None, self.angles(*position_embeddings), paged)
         return (hidden if added is None else hidden + added).unsqueeze(0)
 
+    def projections(self) -> Iterator[tuple[str, nn.Module, int, int]]:
+        """Yield the linear layers of the transformers layer: name, joined layer, and range of its outputs."""
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        yield "self_attn.q_proj", self.qkv, 0, q
+        yield "self_attn.k_proj", self.qkv, q, q + kv
+        yield "self_attn.v_proj", self.qkv, q + kv, q + 2 * kv
+        yield "self_attn.o_proj", self.output, 0, _shape(self.output)[0]
+        if self.mixture is None:
+            half = _shape(self.gate_up)[0] // 2
+            yield "mlp.gate_proj", self.gate_up, 0, half
+            yield "mlp.up_proj", self.gate_up, half, 2 * half
+            yield "mlp.down_proj", self.down, 0, _shape(self.down)[0]
+
     def ignores_rest(self, cache: PagedCache) -> bool:
         """Return whether the layer never reads the rest of a KV block after the end of its sequence."""
         keys, values = cache.keys[self.call.layer], cache.values[self.call.layer]
@@ -462,9 +475,9 @@ def _joined_plain(linears: Sequence[nn.Linear]) -> nn.Linear:
 
 
 def _product(linear: nn.Module, rows: Tensor, residual: Tensor | None = None) -> Tensor:
-    """Return `linear(rows)`, plus `residual` if it is given."""
+    """Return `linear(rows)`, plus `residual` if it is given. The hooks of LoRA adapters run."""
     own = vars(linear)  # faster than attributes of a module
-    if (transposed := own.get(_TRANSPOSED)) is not None:
+    if (transposed := own.get(_TRANSPOSED)) is not None and not own["_forward_hooks"]:
         bias = own["_parameters"]["bias"]
         if bias is None:
             return torch.mm(rows, transposed) if residual is None else torch.addmm(residual, rows, transposed)

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 
 from mindie_mm.errors import CorruptReference, FeatureCountMismatch, UnsupportedCheckpoint
 from mindie_mm.inputs import PROMPT
+from mindie_mm.nn.lora.adapter import Adapter
+from mindie_mm.nn.lora.loras import Loras
 from mindie_mm.nn.model_inputs import EMBEDDINGS, ModelInputs
 from mindie_mm.nn.paged_batch import Chunk, PagedBatch
 from mindie_mm.nn.paged_cache import KVLayer, Layer, PagedCache, StateLayer
@@ -138,6 +141,8 @@ class MediaModel(ABC):
     """The processor of the same checkpoint. `load_model` sets it."""
     traits: ClassVar[Traits] = Traits()
     """The ways in which this model differs from most other models."""
+    loras: Loras | None = None
+    """LoRA adapters, if `enable_loras` has been called."""
     media_tokens: Collection[int] = ()
     """Placeholder ids, for models with `traits.mindie_prompt_layout`."""
 
@@ -211,6 +216,37 @@ class MediaModel(ABC):
 
     def compile_steps(self) -> None:
         """Run decode steps in compiled code if this is possible. By default, do nothing."""
+
+    def enable_loras(self, max_loras: int, max_rank: int) -> Loras:
+        """Prepare the layers for LoRA adapters, after all other preparations. `Loras` describes the arguments.
+
+        Raises:
+            UnsupportedCheckpoint: The family does not serve adapters.
+
+        """
+        raise UnsupportedCheckpoint(
+            "LoRA adapters are served only for decoder-only families with transformers' layers; merge the adapter into "
+            "its base model (merge_and_unload)"
+        )
+
+    @contextmanager
+    def adapted(self, batch: Sequence[tuple[Adapter | None, int]]) -> Iterator[None]:
+        """Apply LoRA adapters to what the model computes inside the context.
+
+        Args:
+            batch: The adapter of each request in the batch, or None, and its number of rows.
+
+        """
+        if self.loras is None or not any(adapter for adapter, _ in batch):
+            yield
+            return
+        with self.loras.applied(self.loras.mix(batch, self.spec.device)):
+            yield
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether an adapter changes some of the rows that the model computes."""
+        return self.loras is not None and bool(self.loras.running)
 
     @torch.inference_mode()
     def encode(self, items: Sequence[MediaItem]) -> list[Tensor]:

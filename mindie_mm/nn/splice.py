@@ -18,6 +18,7 @@ from mindie_mm.shm.format.item import MediaShape
 from mindie_mm.shm.mindie import SegmentsRef, SegmentsView, is_segment_word
 
 ItemRef = Ref | SegmentsRef
+ItemKey = bytes | ItemRef | tuple[bytes | ItemRef, str]
 ItemView = View | SegmentsView
 """The arrays of an item, read-only and not copied. The type depends on the wire format of the handle words."""
 
@@ -36,6 +37,8 @@ class MediaItem:
     prompt_ids: NDArray[np.int64] | None = None
     """Ids of the whole prompt, int64 [T], with handle words. A segment may contain them instead of the sequence. None
     if they are not known."""
+    lora: str = ""
+    """Key of the LoRA adapter that changes the item's features, or an empty string."""
 
     @property
     def start(self) -> int:
@@ -68,9 +71,10 @@ class MediaItem:
             self.view.close()
 
     @property
-    def key(self) -> bytes | ItemRef:
+    def key(self) -> ItemKey:
         """The digest, or the reference if there is no digest. Items with equal keys have equal features."""
-        return self.ref if self.digest is None else self.digest
+        key = self.ref if self.digest is None else self.digest
+        return (key, self.lora) if self.lora else key
 
 
 def split_features(features: Tensor, items: Sequence[MediaItem]) -> list[Tensor]:

@@ -19,11 +19,14 @@ from msgspec import Meta
 from mindie_mm.errors import InputError
 from mindie_mm.settings.cgroup import available_cpus
 from mindie_mm.settings.limits import Count, CountOrNone, PromptLimits, Seconds, complete_paths, converted, require
+from mindie_mm.settings.paths import absolute
 
 MiB = 2**20
 GiB = 2**30
 MAX_IMAGE_PIXELS = 178_956_970
 """Maximum number of pixels in an image that Pillow opens."""
+MAX_LORA_NAME = 256
+"""Maximum number of characters in the name of a LoRA adapter."""
 MAX_SOURCE_BYTES = 512 * MiB
 """Maximum size of one encoded media item in bytes."""
 _ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::([1-9][0-9]{0,4}|\*))?")
@@ -105,6 +108,12 @@ class EngineConfig:
     with Arm processors. off: no binding."""
     tensor_parallel: Count = 1
     """Number of devices, or of processes on the CPU, among which the text model is divided."""
+    max_loras: Count = 4
+    """Maximum number of LoRA adapters on the device, and of different adapters in one step. Others leave the device,
+    the least recently used first, and come back when a request needs them. Each takes memory that the KV cache then
+    lacks."""
+    max_lora_rank: Count = 64
+    """Maximum rank of a LoRA adapter. Memory is reserved for adapters of this rank in all linear layers."""
     tower_parallel: TowerParallel = "replicate"
     """How ranks encode media. replicate: every rank encodes every item. items: each rank encodes a share of the items,
     which is faster for many concurrent pictures."""
@@ -239,6 +248,11 @@ class WorkerConfig:
     replica_surplus_tokens: CountOrNone = 1024
     """Maximum number of queued tokens by which an engine may exceed the least loaded engine and still get a request
     whose media or prefix it has computed before. Four times the tokens that the request saves is a maximum, too."""
+    lora: tuple[str, ...] = ()
+    """LoRA adapter to load at the start, as NAME=FOLDER. Requests with this model name use the adapter. Repeatable."""
+    lora_dir: Path | None = None
+    """Folder below which /v1/load_lora_adapter may read LoRA adapters. Default: /v1/load_lora_adapter and
+    /v1/unload_lora_adapter get status 404."""
     truncate: bool = False
     """If a prompt is too long, remove its oldest text and media items instead of refusing the request."""
     chat_template_content_format: ContentFormat = "auto"
@@ -267,6 +281,25 @@ class WorkerConfig:
                 "the index"
             )
         complete_paths(self)
+        object.__setattr__(self, "lora", tuple(f"{name}={path}" for name, path in self.lora_folders.items()))
+
+    @property
+    def lora_folders(self) -> dict[str, Path]:
+        """The folders of the LoRA adapters, by name. Raise InputError if an adapter is not NAME=FOLDER."""
+        folders: dict[str, Path] = {}
+        for text in self.lora:
+            name, _, folder = text.partition("=")
+            if not folder.strip():
+                raise InputError(f"lora is {text!r}; it must be NAME=FOLDER, such as sql=/adapters/sql")
+            if (name := lora_name(name)) in folders:
+                raise InputError(f"lora gives the name {name!r} twice; give each adapter its own name")
+            folders[name] = absolute(folder)
+        return folders
+
+    @property
+    def serves_loras(self) -> bool:
+        """Whether requests may use LoRA adapters."""
+        return bool(self.lora or self.lora_dir)
 
     @property
     def bound_device(self) -> str | None:
@@ -277,6 +310,16 @@ class WorkerConfig:
     def num_decoders(self) -> int:
         """Number of decoder processes of a service."""
         return self.decoders or min(available_cpus(), _MOST_DECODERS)
+
+
+def lora_name(name: str) -> str:
+    """Return the name of a LoRA adapter. Raise InputError if clients could not send or read it."""
+    if not name or name != name.strip() or not name.isprintable() or "=" in name or len(name) > MAX_LORA_NAME:
+        raise InputError(
+            f"the name of a LoRA adapter is {name!r}; it must have 1 to {MAX_LORA_NAME} printable characters, no = and "
+            "no space at its ends"
+        )
+    return name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,8 +342,8 @@ class ServiceConfig:
     """TOML file with further API keys, each with a name and quotas. The service reads the file again when it changes.
     Default: no file."""
     admin_key: str | None = field(default=None, metadata={"secret": True})
-    """Key for /admin/reload, which takes this key in place of an API key. Default: /admin/reload is accepted only on
-    the socket of --uds."""
+    """Key for /admin/reload, /v1/load_lora_adapter and /v1/unload_lora_adapter, which take this key in place of an API
+    key. Default: they are accepted only on the socket of --uds."""
     ssl_certfile: Path | None = None
     """PEM file with the certificate and its chain, to serve HTTPS. The service reads the file again when it changes.
     Default: the service serves HTTP."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,6 +20,8 @@ from mindie_mm.engine.requests.engine_messages import (
     Add,
     Encode,
     Features,
+    LoadLora,
+    LoraFolder,
     Origin,
     Progress,
     Ready,
@@ -27,6 +30,7 @@ from mindie_mm.engine.requests.engine_messages import (
     Stats,
     Stepped,
     ToEngine,
+    UnloadLora,
 )
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import EngineReloaded, InputError, ProcessDied
@@ -80,6 +84,7 @@ class AsyncEngine(Supervised):
         loading: Callable[[float], object] | None = None,
         replica: Replica = Replica(),  # noqa: B008 - frozen
         forks: ForkClient | None = None,
+        loras: Sequence[Path] | None = None,
     ) -> Self:
         """Start the process and wait until it accepts requests.
 
@@ -92,13 +97,16 @@ class AsyncEngine(Supervised):
             loading: Function to call with the loaded share of the weights, from 0 to 1, while they are loaded.
             replica: Place of the engine among the engines of the service.
             forks: Fork server for the process, if its devices allow this. None means that the process is spawned.
+            loras: Folders of LoRA adapters, or None if the engine serves none.
 
         Raises:
             UnsupportedCheckpoint, DeviceError, InputError, ProcessDied: The process cannot start.
 
         """
         path = None if model is None else str(model)
-        engine = cls(Start(path, config, family, end_token_ids, generation_config, replica), forks, loading)
+        folders = None if loras is None else tuple(LoraFolder(str(folder)) for folder in loras)
+        start = Start(path, config, family, end_token_ids, generation_config, replica, folders)
+        engine = cls(start, forks, loading)
         await engine.open()
         return engine
 
@@ -190,6 +198,38 @@ class AsyncEngine(Supervised):
                 finished = progress.finish_reason is not None
                 yield progress.features
 
+    async def load_lora(self, folder: Path) -> str:
+        """Load a LoRA adapter, also into later processes. Return its key.
+
+        Raises:
+            InputError: The adapter is not served (`read_adapter`).
+            ProcessDied: The engine died meanwhile, or is closed. The adapter is not loaded.
+            NoProcess: No engine accepts requests (`wait_until_up`).
+
+        """
+        await self.wait_until_up()
+        request_id = f"lora-{uuid.uuid4().hex}"
+        with self._queue(request_id) as queue:
+            self._send(LoadLora(request_id, str(folder)))
+            progress = await queue.get()
+        if progress.error is not None:
+            raise progress.error.exception()
+        self.keep_lora(folder, progress.lora_key)
+        return progress.lora_key
+
+    def keep_lora(self, folder: Path, key: str) -> None:
+        """Load a LoRA adapter into later processes."""
+        one = LoraFolder(str(folder), key)
+        others = tuple(other for other in self._start.loras or () if other.key != key)
+        self._start = msgspec.structs.replace(self._start, loras=(*others, one))
+
+    def unload_lora(self, key: str) -> None:
+        """Forget a LoRA adapter, which no request uses."""
+        left = tuple(one for one in self._start.loras or () if one.key != key)
+        self._start = msgspec.structs.replace(self._start, loras=left)
+        if super().accepts:
+            self._send(UnloadLora(key))
+
     @contextmanager
     def _queue(self, request_id: str) -> Iterator[asyncio.Queue[Progress]]:
         """Register a request and its queue of progress. On exit, abort the request unless the engine has ended it."""
@@ -273,8 +313,16 @@ class AsyncEngine(Supervised):
             config=replace(self._start.config, kv_cache_bytes=self.info.kv_cache_bytes),
             replica=msgspec.structs.replace(self._start.replica, others_started=True),
             step_bytes=self.info.step_bytes,
+            loras=self._known_loras(),
         )
         self.doubts_checkpoint = False
+
+    def _known_loras(self) -> tuple[LoraFolder, ...] | None:
+        """Return the adapters for the next process, with the keys that the first process reported."""
+        if self._start.loras is None:
+            return None
+        keys = self.info.lora_keys
+        return tuple(LoraFolder(one.folder, one.key or keys[one.folder]) for one in self._start.loras)
 
     def _refused(self, error: Exception) -> None:
         self._end_reload(error)

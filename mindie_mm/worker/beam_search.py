@@ -163,7 +163,12 @@ async def beam_search(
     wanted = params.logprobs or 0
     num_top = ALL_TOKENS if wanted == ALL_TOKENS else max(2 * width, wanted)
     step = SamplingParams(
-        max_tokens=1, temperature=0, logprobs=num_top, cache_salt=params.cache_salt, priority=params.priority
+        max_tokens=1,
+        temperature=0,
+        logprobs=num_top,
+        cache_salt=params.cache_salt,
+        priority=params.priority,
+        lora=params.lora,
     )
 
     def score(beam: _Beam) -> float:

@@ -45,16 +45,17 @@ class Contents:
         return next((content.key for content in (*self.media, *self.prefix)), b"")
 
 
-def contents_of(ids: NDArray[np.int64], cache_salt: str) -> Contents:
+def contents_of(ids: NDArray[np.int64], cache_salt: str, lora: str | None = None) -> Contents:
     """Return the content of a prompt, up to the first item without a digest.
 
     Args:
         ids: Prompt ids with handle words, int64 [T].
         cache_salt: Salt of the request. Requests with different salts have no content in common.
+        lora: Key of the request's LoRA adapter, or None. Requests with different adapters have no prefix in common.
 
     """
     media: list[Content] = []
-    chain, hashed, known = salted(cache_salt), 0, len(ids)
+    chain, hashed, known = salted(cache_salt, lora), 0, len(ids)
     prefix: list[Content] = []
     plain = np.where(ids < 0, 0, ids)
 

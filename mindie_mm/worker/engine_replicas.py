@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, Self
 
 import numpy as np
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from mindie_mm.engine.requests.engine_messages import Features, Origin, Progress, Ready, Replica
 from mindie_mm.engine.requests.sampling_params import SamplingParams
-from mindie_mm.errors import MindieMMError, NoProcess, ProcessDied
+from mindie_mm.errors import MindieMMError, NoProcess, OperationalError, ProcessDied
 from mindie_mm.processes.restarts import RESTART_WAIT_S, Restarts
 from mindie_mm.processes.tasks import task_group
 from mindie_mm.routing import Candidate, HeldContent, order
@@ -207,7 +208,7 @@ class EngineReplicas:
         params = params.check(self.info.vocab_size)
         answer_tokens = ANSWER_TOKENS if params.max_tokens is None else min(params.max_tokens, ANSWER_TOKENS)
         await self._until_up()
-        with self._sent(ids, params.cache_salt, answer_tokens) as load:
+        with self._sent(ids, params.cache_salt, answer_tokens, params.lora) as load:
             generating = load.member.engine.generate(request_id, ids, params, asked_s, drawn_ids, origin)
             async with aclosing(generating) as steps:
                 async for step in steps:
@@ -222,6 +223,38 @@ class EngineReplicas:
             async with aclosing(load.member.engine.encode(request_id, ids)) as parts:
                 async for part in parts:
                     yield part
+
+    async def load_lora(self, folder: Path) -> str:
+        """Load a LoRA adapter into all engines. If one of them refuses it, none keeps it. Return its key.
+
+        An engine that is not running loads it at its next start. `AsyncEngine.load_lora` describes the errors.
+        """
+        first = next((engine for engine in self.engines if engine.accepts), self.engines[0])
+        key = await first.load_lora(folder)
+        for engine in self.engines:
+            if engine is first:
+                continue
+            if not engine.accepts:
+                engine.keep_lora(folder, key)
+                continue
+            try:
+                other = await engine.load_lora(folder)
+            except (ProcessDied, NoProcess):
+                engine.keep_lora(folder, key)
+                continue
+            except MindieMMError:
+                self.unload_lora(key)
+                raise
+            if other != key:
+                self.unload_lora(key)
+                self.unload_lora(other)
+                raise OperationalError(f"the files in {folder} have changed while engines read them; load it again")
+        return key
+
+    def unload_lora(self, key: str) -> None:
+        """Forget a LoRA adapter, which no request uses."""
+        for engine in self.engines:
+            engine.unload_lora(key)
 
     async def reload(self, grace_s: float) -> None:
         """Replace the engine processes one by one. `AsyncEngine.reload` describes the rest.
@@ -310,9 +343,11 @@ class EngineReplicas:
             await self.wait_until_up()
 
     @contextmanager
-    def _sent(self, ids: NDArray[np.int64], cache_salt: str, answer_tokens: int) -> Iterator[_Load]:
+    def _sent(
+        self, ids: NDArray[np.int64], cache_salt: str, answer_tokens: int, lora: str | None = None
+    ) -> Iterator[_Load]:
         """Choose an engine for a request. The request is part of the engine's load inside the context."""
-        contents = contents_of(ids, cache_salt)
+        contents = contents_of(ids, cache_salt, lora)
         members = [member for member in self._members if member.engine.accepts]
         candidates = [member.candidate(contents) for member in members]
         surplus = min(self._surplus_tokens, SAVED_WEIGHT * max(candidate.held_tokens for candidate in candidates))

@@ -24,14 +24,14 @@ from mindie_mm.inputs import Embeddings, require_switches, type_of
 from mindie_mm.nn.checkpoint.hub import downloaded, repository_name
 from mindie_mm.processes.loop_thread import LoopThread
 from mindie_mm.processes.progress import loading_shown
-from mindie_mm.settings.config import WorkerConfig
+from mindie_mm.settings.config import WorkerConfig, lora_name
 from mindie_mm.settings.limits import PromptLimits
 from mindie_mm.settings.paths import absolute, working_directory
 from mindie_mm.tokenize.requests import TokenizeRequest, request_of_items, request_of_messages
 from mindie_mm.worker.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from mindie_mm.worker.deltas import Answer, Delta
 from mindie_mm.worker.embedding import PoolingParams
-from mindie_mm.worker.llm_arguments import Params, Parse, pairs_of, params_of, request_of, requests_of
+from mindie_mm.worker.llm_arguments import Lora, Params, Parse, pairs_of, params_of, request_of, requests_of, with_loras
 from mindie_mm.worker.scoring import Scorer
 from mindie_mm.worker.worker import Worker
 
@@ -99,6 +99,7 @@ class LLM:
         decoders: int = 0,
         limit_mm_per_prompt: PromptLimits | None = None,
         download: bool = False,
+        loras: Mapping[str, str | Path] | None = None,
     ) -> None:
         """Start a worker.
 
@@ -115,6 +116,8 @@ class LLM:
                 `config.limit_mm_per_prompt`.
             download: Whether to download the files of a repository that the Hugging Face cache lacks, by default
                 `config.download`.
+            loras: Folders of LoRA adapters by name, in addition to `config.lora`. The argument `lora` of other methods
+                selects one of them.
 
         """
         config = WorkerConfig() if config is None else config
@@ -122,6 +125,10 @@ class LLM:
             raise InputError(f"config is {type_of(config)}; it must be a WorkerConfig")
         given: dict[str, Any] = {"family": family, "limit_mm_per_prompt": limit_mm_per_prompt}
         given |= {"model": None if path is None else absolute(path)}
+        if not isinstance(loras, Mapping | None):
+            raise InputError(f"loras is {type_of(loras)}; it must be a dict from names to folders")
+        adapters = tuple(f"{lora_name(name)}={absolute(folder)}" for name, folder in (loras or {}).items())
+        given |= {"lora": (*config.lora, *adapters) if adapters else None}
         given |= {"decoders": None if type(decoders) is int and decoders == 0 else decoders}
         config = replace(config, **{name: value for name, value in given.items() if value is not None})
         if config.model is not None and (name := repository_name(config.model)) is not None:
@@ -151,6 +158,7 @@ class LLM:
         parse_special: bool | None = None,
         webui: bool = False,
         on_error: OnError = "raise",
+        lora: Lora = None,
     ) -> list[Output]:
         """Generate an output for each input. Inputs are batched, and an input that fails does not affect other inputs.
 
@@ -171,6 +179,8 @@ class LLM:
                 src="data:image/jpeg;base64,...">`.
             on_error: "raise" raises the first error after all inputs are done. "return" stores the error of an input in
                 its `Output`.
+            lora: Name of the LoRA adapter that computes the outputs, or a list with a name or None for each input. None
+                means the adapter in `params`, or else the model alone.
 
         Returns:
             One output per input, in order.
@@ -181,7 +191,7 @@ class LLM:
 
         """
         requests = requests_of("inputs", inputs, chat_template, parse_special, webui)
-        return self._outputs(requests, params, on_error)
+        return self._outputs(requests, params, on_error, lora)
 
     def beam_search(
         self,
@@ -191,6 +201,7 @@ class LLM:
         chat_template: bool = True,
         parse_special: bool | None = None,
         webui: bool = False,
+        lora: str | None = None,
     ) -> list[BeamSearchOutput]:
         """Find the most likely outputs for each prompt. Prompts are batched.
 
@@ -200,6 +211,7 @@ class LLM:
             chat_template: Whether to format each prompt as one user turn with the checkpoint's chat template.
             parse_special: Same as in `generate`.
             webui: Same as in `generate`.
+            lora: Name of the LoRA adapter that computes the outputs, or None for the model alone.
 
         Returns:
             The outputs for each prompt, in order.
@@ -213,6 +225,7 @@ class LLM:
         if not isinstance(params, BeamSearchParams):
             raise InputError(f"params is {type_of(params)}; it must be BeamSearchParams")
         checked = params.sampling_params(self._worker.engine.info.vocab_size)
+        (checked,) = with_loras([checked], lora)
         width, length_penalty = params.beam_width, params.length_penalty
 
         async def search(parse: Parse) -> BeamSearchOutput:
@@ -231,6 +244,7 @@ class LLM:
         chat_template: bool = True,
         parse_special: bool | None = None,
         webui: bool = False,
+        lora: str | None = None,
     ) -> Generator[Delta, None, None]:
         """Yield the output for one prompt in parts, as the engine generates it.
 
@@ -243,6 +257,8 @@ class LLM:
             chat_template: Same as in `generate`.
             parse_special: Same as in `generate`.
             webui: Same as in `generate`.
+            lora: Name of the LoRA adapter that computes the output. None means the adapter in `params`, or else the
+                model alone.
 
         Raises:
             InputError: `prompt` is not a prompt, or a setting in `params` is invalid.
@@ -250,7 +266,7 @@ class LLM:
 
         """
         parse = request_of("prompt", prompt, chat_template, parse_special, webui)
-        (checked,) = self._checked(params, 1)
+        (checked,) = with_loras(self._checked(params, 1), lora)
         return self._parts(lambda: self._worker.answer(parse(), checked, uuid.uuid4().hex))
 
     @overload
@@ -264,6 +280,7 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
         webui: bool = False,
         on_error: OnError = "raise",
+        lora: Lora = None,
     ) -> Output: ...
 
     @overload
@@ -277,6 +294,7 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
         webui: bool = False,
         on_error: OnError = "raise",
+        lora: Lora = None,
     ) -> list[Output]: ...
 
     def chat(
@@ -289,6 +307,7 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
         webui: bool = False,
         on_error: OnError = "raise",
+        lora: Lora = None,
     ) -> Output | list[Output]:
         """Return the assistant's answer to a conversation, or to each of several conversations.
 
@@ -302,6 +321,7 @@ class LLM:
             chat_template_kwargs: Additional variables of the chat template, such as `tools`.
             webui: Same as in `generate`.
             on_error: Same as in `generate`.
+            lora: Same as in `generate`, with a name for each conversation.
 
         Returns:
             An output if `messages` is one conversation, or a list of outputs, in order, for a list of conversations.
@@ -327,7 +347,7 @@ class LLM:
             )
             for conversation in (messages if several else [messages])
         ]
-        outputs = self._outputs(requests, params, on_error)
+        outputs = self._outputs(requests, params, on_error, lora)
         return outputs if several else outputs[0]
 
     def encode(self, items: Sequence[Any]) -> list[Embeddings]:
@@ -364,6 +384,7 @@ class LLM:
         chat_template: bool | None = None,
         parse_special: bool | None = None,
         on_error: OnError = "raise",
+        lora: str | None = None,
     ) -> list[EmbeddingOutput]:
         """Compute the embedding of each prompt. Prompts are batched.
 
@@ -378,6 +399,7 @@ class LLM:
                 model with a chat template, it is used.
             parse_special: Same as in `generate`.
             on_error: Same as in `generate`.
+            lora: Name of the LoRA adapter that computes the embeddings, or None for the model alone.
 
         Returns:
             One embedding per prompt, in order.
@@ -387,7 +409,8 @@ class LLM:
                 or a setting in `params` is invalid.
 
         """
-        embedder, sampling = self._worker.embedder, self._worker.embedder.sampling_params()
+        embedder = self._worker.embedder
+        (sampling,) = with_loras([embedder.sampling_params()], lora)
         checked = embedder.check(PoolingParams() if params is None else params)
         if chat_template is not None:
             require_switches(chat_template=chat_template)
@@ -416,7 +439,13 @@ class LLM:
         ]
 
     def score(
-        self, data_1: Any, data_2: Any, *, instruction: str | None = None, use_activation: bool | None = None
+        self,
+        data_1: Any,
+        data_2: Any,
+        *,
+        instruction: str | None = None,
+        use_activation: bool | None = None,
+        lora: str | None = None,
     ) -> list[ScoreOutput]:
         """Score pairs of a query and a document. Pairs are batched.
 
@@ -430,6 +459,7 @@ class LLM:
             instruction: Instruction in place of the checkpoint's own.
             use_activation: Whether the score of a reranker is the sigmoid of the difference of logits. None means the
                 checkpoint's own setting.
+            lora: Name of the LoRA adapter that computes the scores, or None for the model alone.
 
         Returns:
             One score per document, in order.
@@ -441,7 +471,7 @@ class LLM:
 
         """
         scorer = Scorer(self._worker.embedder)
-        sampling = scorer.sampling_params()
+        (sampling,) = with_loras([scorer.sampling_params()], lora)
         if not isinstance(instruction, str | None):
             raise InputError(f"instruction is {type_of(instruction)}; it must be a string")
         if use_activation is not None:
@@ -480,9 +510,9 @@ class LLM:
         default = self._worker.default_sampling
         return params_of(default if params is None else params, num_inputs, self._worker.engine.info.vocab_size)
 
-    def _outputs(self, requests: Sequence[Parse], params: Params | None, on_error: OnError) -> list[Output]:
+    def _outputs(self, requests: Sequence[Parse], params: Params | None, on_error: OnError, lora: Lora) -> list[Output]:
         _require_on_error(on_error)
-        checked = self._checked(params, len(requests))
+        checked = with_loras(self._checked(params, len(requests)), lora)
         outputs = self._run([partial(self._answer, *one) for one in zip(requests, checked, strict=True)])
         if on_error == "raise":
             return _successful(outputs)

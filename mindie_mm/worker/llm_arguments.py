@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import InputError
 from mindie_mm.inputs import Item, require_switches, type_of
@@ -15,6 +17,8 @@ from mindie_mm.tokenize.token_ids import TokenIds, is_token_ids
 
 Params = SamplingParams | Sequence[SamplingParams]
 """Sampling settings of all inputs of a call, or a list with the settings of each input."""
+Lora = str | Sequence[str | None] | None
+"""Name of the LoRA adapter of all inputs of a call, or a list with a name or None for each input."""
 Parse = Callable[[], "TokenizeRequest | TokenIds"]
 """Function that parses a prompt. It is called when the prompt's turn comes, so that an invalid prompt fails alone."""
 
@@ -108,3 +112,25 @@ def _parts_of(name: str, given: Any) -> list[Sequence[Item]]:
         items = [{"text": one}] if isinstance(one, str) else list(one)
         parts.append(request_of_items(items, folder=working_directory()).items or ())
     return parts
+
+
+def with_loras(params: Sequence[SamplingParams], lora: Lora) -> list[SamplingParams]:
+    """Return the settings of each input with the LoRA adapter of the argument `lora`.
+
+    Raises:
+        InputError: `lora` is a list of another length, or an element is neither a name nor None.
+
+    """
+    if lora is None:
+        return [*params]
+    names: list[Any] = [lora] * len(params) if isinstance(lora, str) else []
+    if isinstance(lora, list | tuple):
+        names = [*lora]
+        if len(names) != len(params):
+            raise InputError(f"lora has {len(names)} names for {len(params)} inputs; give one for each input")
+    elif not isinstance(lora, str):
+        raise InputError(f"lora is {type_of(lora)}; it must be the name of an adapter, or a list of names")
+    for name in names:
+        if not isinstance(name, str | None):
+            raise InputError(f"lora has {type_of(name)} as an element; it must be the name of an adapter or None")
+    return [msgspec.structs.replace(one, lora=name) for one, name in zip(params, names, strict=True)]

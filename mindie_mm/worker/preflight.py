@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.nn.lora.adapter_config import read_config
 from mindie_mm.settings.config import WorkerConfig, kind_of_name
 
 
 def check_before_loading(config: WorkerConfig) -> None:
-    """Refuse a model that is no checkpoint directory, and a device that this machine cannot have.
+    """Refuse a model that is no checkpoint directory, a LoRA adapter that is none, and a device that cannot be here.
 
     Raises:
         UnsupportedCheckpoint: The model is not a checkpoint directory, such as a name on the Hugging Face Hub.
         DeviceError: A device cannot be used. The message gives the reason.
-        InputError: The name of a device is unknown.
+        InputError: The name of a device is unknown, or a folder is not that of a LoRA adapter.
 
     """
     Checkpoint.open(config.model)
+    for folder in config.lora_folders.values():
+        read_config(folder)
     engine = config.engine
     named = {engine.device, engine.vision_device or "auto", engine.projector_device or "auto"}
     if unusual := [name for name in named if kind_of_name(name) not in ("auto", "cpu")]:

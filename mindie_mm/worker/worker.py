@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -40,6 +40,7 @@ from mindie_mm.worker.async_engine import AsyncEngine
 from mindie_mm.worker.deltas import Answer, Delta, OutputText
 from mindie_mm.worker.embedding import Embedder
 from mindie_mm.worker.engine_replicas import EngineReplicas
+from mindie_mm.worker.lora_names import Lora, LoraNames
 from mindie_mm.worker.no_engine import NoEngine
 from mindie_mm.worker.preflight import check_before_loading
 from mindie_mm.worker.retry import ENDS_OF_ATTEMPTS, Engine, PromptSource, generated, retry_once, tokenized
@@ -64,8 +65,9 @@ class Worker:
         engine: Engine,
         tokenizer: Tokenizer,
         forks: ForkClient | None = None,
+        loras: Mapping[str, Lora] | None = None,
     ) -> None:
-        """Take ownership of the parts.
+        """Take ownership of the parts. `loras` are the adapters that the engine has loaded, by name.
 
         Raises:
             UnsupportedCheckpoint: The checkpoint's files about embeddings cannot be read.
@@ -81,6 +83,8 @@ class Worker:
         has_template = bool(tokenizer_stage.chat_traits.template)
         self.embedder = Embedder.of(config, engine.info, has_template=has_template)
         self._schemas = SchemaCheck(Checkpoint.open(config.model).path, config.family)
+        self.loras = LoraNames(engine, loras or {})
+        """LoRA adapters that requests may use."""
         self.media_remade = 0
         """Number of media items that were preprocessed again because their blocks were freed or lost."""
 
@@ -127,7 +131,8 @@ class Worker:
                 start = _start_engines(config, path, end_token_ids, loading, forks, only_plans=only_plans)
                 engine = group.create_task(started(start))
             tokenizer = load_tokenizer(checkpoint, config.family, stage.result().shown_tokens)
-            worker = cls(config, stage.result(), engine.result(), tokenizer, forks)
+            loras = {} if only_plans else _loras(config, engine.result())
+            worker = cls(config, stage.result(), engine.result(), tokenizer, forks, loras)
             log_default_sampling(worker.default_sampling, source)
             parts.pop_all()
             return worker
@@ -167,14 +172,15 @@ class Worker:
         The request may be given as token ids with handle words. The caller then frees their media, and only after the
         answer is complete.
         """
-        await self.check_schema(params)
-        if not isinstance(request, TokenizeRequest):
-            yield PromptSource(prompt_of_token_ids(request))
-            return
-        with request_directory(self._spool) as directory:
-            request = msgspec.structs.replace(self.limited(request, params), path_file=str(directory.path_file))
-            (source,) = await self.tokenize([request])
-            yield source
+        with self.loras.use(params.lora):  # from here on, an adapter that is unloaded finishes the request
+            await self.check_schema(params)
+            if not isinstance(request, TokenizeRequest):
+                yield PromptSource(prompt_of_token_ids(request))
+                return
+            with request_directory(self._spool) as directory:
+                request = msgspec.structs.replace(self.limited(request, params), path_file=str(directory.path_file))
+                (source,) = await self.tokenize([request])
+                yield source
 
     async def encode(self, request: TokenizeRequest, request_id: str) -> list[Embeddings]:
         """Return the features of each media item of a request, and always free its shared memory.
@@ -313,7 +319,7 @@ class Worker:
             )
         return clips
 
-    def generate(
+    async def generate(
         self,
         source: PromptSource,
         params: SamplingParams,
@@ -324,9 +330,9 @@ class Worker:
         written: Sequence[int] = (),
         discard: Callable[[], None] | None = None,
     ) -> AsyncGenerator[Delta, None]:
-        """Return a generator of the output for a prompt. If the generator is closed, the request is aborted.
+        """Yield the output for a prompt. If the generator is closed, the request is aborted.
 
-        The generator raises the errors of `generated`.
+        This raises the errors of `generated`, and the errors below.
 
         Args:
             source: Prompt of the request.
@@ -339,6 +345,7 @@ class Worker:
 
         Raises:
             InputError: A word in `bad_words` has no tokens.
+            ModelNotFound: The LoRA adapter of `params` is not loaded.
 
         """
         params = self.spelled(params)
@@ -346,7 +353,12 @@ class Worker:
         def begin() -> Callable[[Progress], Delta | None]:
             return OutputText(self.tokenizer, params, silent, stop_scope).read
 
-        return generated(self.engine, source, params, request_id, begin, written, discard)
+        with self.loras.use(params.lora) as key:
+            of_engine = msgspec.structs.replace(params, lora=key)
+            parts = generated(self.engine, source, of_engine, request_id, begin, written, discard)
+            async with aclosing(parts) as deltas:
+                async for delta in deltas:
+                    yield delta
 
     async def generate_whole(
         self,
@@ -407,10 +419,19 @@ async def _start_engines(
     source = config.generation_config
     if only_plans:
         return NoEngine.of(config)
-    launch = partial(AsyncEngine.start, path, config.engine, config.family, end_token_ids, source, forks=forks)
+    loras = [*config.lora_folders.values()] if config.serves_loras else None
+    launch = partial(
+        AsyncEngine.start, path, config.engine, config.family, end_token_ids, source, forks=forks, loras=loras
+    )
     if config.replicas == 1:
         return await launch(loading=loading)
     return await EngineReplicas.start(launch, config.replicas, config.engine, config.replica_surplus_tokens, loading)
+
+
+def _loras(config: WorkerConfig, engine: Engine) -> dict[str, Lora]:
+    """Return the adapters that the engine has loaded at its start, by name."""
+    keys = engine.info.lora_keys
+    return {name: Lora(name, folder, keys[str(folder)]) for name, folder in config.lora_folders.items()}
 
 
 async def _start_tokenizers(

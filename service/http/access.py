@@ -25,7 +25,10 @@ OPEN_PATHS = frozenset({"/health", "/health/live", "/metrics", "/openapi.json", 
 the key in its requests."""
 
 RELOAD = "/admin/reload"
-"""Path of the administrative route. It takes the key of `admin_key` in place of an API key, and checks it itself."""
+LOAD_LORA = "/v1/load_lora_adapter"
+UNLOAD_LORA = "/v1/unload_lora_adapter"
+ADMIN_PATHS = frozenset({RELOAD, LOAD_LORA, UNLOAD_LORA})
+"""Paths of administrative routes. They take the key of `admin_key` in place of an API key, and check it themselves."""
 
 OPEN_WARNING = (
     "THIS SERVICE IS OPEN: it listens on %s without an API key, so that anybody who can reach this machine can use it. "
@@ -46,7 +49,7 @@ class Access:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request as an ASGI application."""
-        if scope["type"] != "http" or scope["path"] in {*OPEN_PATHS, RELOAD}:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS | ADMIN_PATHS:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)

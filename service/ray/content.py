@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from hashlib import blake2b
 from threading import Lock
 from typing import Any
@@ -115,11 +115,12 @@ class Route:
             loads.add(name, -self.num_tokens)
 
 
-def route_of(body: bytes, owner: bytes = b"") -> Route:
+def route_of(body: bytes, owner: bytes = b"", loras: Collection[str] = ()) -> Route:
     """Return the content of the request with the JSON `body`, or of nothing if the body is not a valid request.
 
     Equal media and equal beginnings of prompts have equal keys if the requests have the same `cache_salt`, because
-    other requests do not share a worker's caches. A media item with a `uuid` is named by this uuid and `owner`, the
+    other requests do not share a worker's caches. The same is true for the LoRA adapter: `loras` are the names of the
+    adapters, and the request has one if `model` is one of them. A media item with a `uuid` is named by this uuid and `owner`, the
     digest of the API key, because the request may leave out the data.
     """
     try:
@@ -128,7 +129,9 @@ def route_of(body: bytes, owner: bytes = b"") -> Route:
         return Route()
     if not isinstance(request, dict):
         return Route()
-    names = _Names(str(request.get("cache_salt") or "").encode(), owner)
+    lora = request.get("model")
+    salt = str(request.get("cache_salt") or "") + (f"\0{lora}" if isinstance(lora, str) and lora in loras else "")
+    names = _Names(salt.encode(), owner)
     prompt = next((request[name] for name in _PROMPTS if request.get(name)), None)
     if isinstance(prompt, list) and all(isinstance(part, dict) for part in prompt):
         is_chat = "messages" in request or "input" in request

@@ -77,6 +77,7 @@ class Ingress:
         self._config = config = given.service
         require_key(config)
         logs.configure(logs.LogSettings(config.log_format, config.log_level), "ingress")
+        self._loras = given.worker.lora_folders.keys()
         self._worker = worker.options(method_name="answer", stream=True)
         model_name = next(iter(config.served_model_name), checkpoint_name(given.worker.model or EMBEDDED))
         app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
@@ -108,9 +109,8 @@ class Ingress:
         if (body := b"" if scope["path"] in OPEN_PATHS else await _whole(receive)) is None:
             return
         owner = key_digest(Headers(scope=scope))
-        route = (
-            route_of(body, owner) if len(body) < _IN_THREAD_BYTES else await asyncio.to_thread(route_of, body, owner)
-        )
+        named = partial(route_of, body, owner, self._loras)
+        route = named() if len(body) < _IN_THREAD_BYTES else await asyncio.to_thread(named)
         route.keeper = keeper_of(scope["path"], body)
         sending = _Sending(send, self._config.send_timeout_s)
         passed = calling({name: scope[name] for name in _SCOPE if name in scope})

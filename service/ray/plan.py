@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from mindie_mm.errors import InputError, NoProcess
-from mindie_mm.settings.config import ServiceConfig
+from mindie_mm.settings.config import ServiceConfig, WorkerConfig
 from mindie_mm.settings.sources import PARTS, Configuration, checked_settings, configuration
 from mindie_mm.shm.format import layout
 
@@ -62,8 +62,8 @@ def refusal_of(scope: Mapping[str, Any]) -> NoProcess | None:
     )
 
 
-def require_supported(config: ServiceConfig) -> None:
-    """Raise InputError if a setting of the service has no effect with Ray Serve, whose own server listens."""
+def require_supported(config: ServiceConfig, worker: WorkerConfig) -> None:
+    """Raise InputError if a setting has no effect with Ray Serve, whose own server listens."""
     for name in ("ssl_certfile", "root_path"):
         if getattr(config, name) is not None:
             raise InputError(f"{name} is not supported with Ray, whose proxies receive the requests; set it in a proxy")
@@ -71,6 +71,11 @@ def require_supported(config: ServiceConfig) -> None:
         raise InputError(
             "api_key_file is not supported with Ray, because each ingress replica would count the quotas for itself; "
             "set api_key"
+        )
+    if worker.lora_dir is not None:
+        raise InputError(
+            "lora_dir is not supported with Ray, because one worker of the cluster would load an adapter; give all "
+            "adapters at the start, with lora"
         )
 
 
@@ -114,5 +119,5 @@ def configuration_of(plan: bytes) -> Configuration:
         )
     settings = msgspec.json.decode(plan, type=_Plan).settings
     found = configuration(checked_settings("the application", settings)).for_service()
-    require_supported(found.service)
+    require_supported(found.service, found.worker)
     return found

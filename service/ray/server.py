@@ -57,7 +57,7 @@ def serve_on_ray(given: Configuration, address: str, replicas: int) -> None:
     from service.ray.plan import given_settings, plan_of, require_supported
     from service.ray.running import failure_of, require_free
 
-    require_supported(config)
+    require_supported(config, given.worker)
     require_free(NAME, address)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP

@@ -102,6 +102,11 @@ class Call(OutputRules):
     accepts_handles: bool = False
     """Whether token ids of the request may contain handle words."""
 
+    @property
+    def model_name(self) -> str:
+        """Name of the model in the answer: of the LoRA adapter, or of the served model."""
+        return self.params.lora or self.service.model_name
+
     @asynccontextmanager
     async def prompts(
         self, given: Sequence[Parse], truncate_to: int | None = None, *, field: str | None = None
@@ -111,7 +116,7 @@ class Call(OutputRules):
         Raise InputError if a prompt is not valid, or if the structured output is not supported. `field` is the field
         of the request that contains the prompts, or None if it depends on the route.
         """
-        with self.meter.counted(len(given) * self.n):
+        with self.meter.counted(len(given) * self.n), self.service.worker.loras.use(self.params.lora):
             await self.check_structure()
             limited = [partial(self._limited, parse, truncate_to) for parse in given]
             async with prompts(self.service, limited, self.clock, self.owner, field) as sources:
@@ -155,7 +160,7 @@ class Call(OutputRules):
                 of `of_text` is set, or the structured output is not supported.
 
         """
-        with self.meter.counted(len(given) * self.n):
+        with self.meter.counted(len(given) * self.n), self.service.worker.loras.use(self.params.lora):
             await self.check_structure()
             has_handles = self.accepts_handles and any(index < 0 for ids in given for index in ids)
             if has_handles and (name := next(iter(of_text), None)):

@@ -111,13 +111,14 @@ class Incoming:
             self._require_order(params)
             if self.of_batch:
                 params = msgspec.structs.replace(params, priority=LEAST_URGENT)
+            params = msgspec.structs.replace(params, lora=self.service.lora_of(body.model))
             params = worker.spelled(params.check(worker.engine.info.vocab_size))
             if length_penalty is not None:
                 check_beams(n, length_penalty, params.max_tokens, name="n")
         except InputError as error:
             error.param = settings.field or error.param
             raise
-        meter = Meter(self.service.metrics, self.clock.arrived, self.client)
+        meter = Meter(self.service.metrics, self.clock.arrived, self.client, params.lora)
         field = structure.field if structure is not None else None
         timed = bool(settings.timings)
         return Call(

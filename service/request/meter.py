@@ -20,16 +20,18 @@ from service.telemetry.metrics import Metrics
 class Meter:
     """Counts, times and traces the choices of one request."""
 
-    def __init__(self, metrics: Metrics, arrived: float, client: Client | None = None) -> None:
+    def __init__(self, metrics: Metrics, arrived: float, client: Client | None = None, lora: str | None = None) -> None:
         """Create a meter.
 
         Args:
             metrics: Metrics of the service.
             arrived: Time at which the request's head arrived, from `time.perf_counter`.
             client: Client whose API key the request carries, and to whose quota the tokens count.
+            lora: Name of the request's LoRA adapter, or None.
 
         """
         self.metrics = metrics
+        self._lora = lora
         self.client = client
         self.arrived = arrived
         self.failed: str | None = None
@@ -57,6 +59,8 @@ class Meter:
         self._n, self._num_unfinished = n, len(prompt_lengths) * n
         for length in prompt_lengths:
             self.metrics.count_prompt(length, n, params.max_tokens)
+        if self._lora is not None:
+            self.metrics.count_lora(self._lora, "prompt", sum(prompt_lengths))
         if self.client is not None:
             self.client.count_tokens(prompt=sum(prompt_lengths))
         if (trace := tracing.current.get()) is not None:
@@ -70,6 +74,9 @@ class Meter:
     def count(self, reason: str, num_tokens: int, timings: Timings | None) -> None:
         """Count a choice that has ended."""
         self.metrics.count_choice(reason, num_tokens, timings)
+        if self._lora is not None:
+            self.metrics.count_lora(self._lora, "choices", reason in ("stop", "length"))
+            self.metrics.count_lora(self._lora, "generation", num_tokens)
         self.metrics.e2e_s.observe(time.perf_counter() - self.arrived)
 
     def finish(self) -> None:

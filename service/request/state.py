@@ -120,17 +120,21 @@ class Service(Served):
         return self.model_names[0]
 
     def check_model(self, name: str | None) -> None:
-        """Raise ModelNotFound if `name` is the name of another model.
+        """Raise ModelNotFound if `name` is the name of another model, and not of a LoRA adapter either.
 
         None and placeholder names are always accepted. If the setting `any_model_name` is on, so is every other name.
         """
         if name is not None and name not in PLACEHOLDERS and not self.config.any_model_name:
             self.require_listed(name)
 
+    def lora_of(self, name: str | None) -> str | None:
+        """Return `name` if it is the name of a LoRA adapter, or None."""
+        return name if name in self.worker.loras else None
+
     def require_listed(self, name: str) -> None:
-        """Raise ModelNotFound if `name` is not one of the served model's names."""
-        if name not in self.model_names:
-            served = " or ".join(map(repr, self.model_names))
+        """Raise ModelNotFound if `name` is neither one of the served model's names nor that of a LoRA adapter."""
+        if name not in self.model_names and name not in self.worker.loras:
+            served = " or ".join(map(repr, (*self.model_names, *(one.name for one in self.worker.loras))))
             raise ModelNotFound(f"the model {name!r} does not exist; this service serves {served}", param="model")
 
 

@@ -37,7 +37,7 @@ async def reload(request: Request, service: ServiceDep) -> Response:
     An engine that is replaced gets no new requests. Its running requests may finish within `--grace-s`, and are then
     sent to another engine.
     """
-    _require_admin(request, service.config)
+    require_admin(request, service.config)
     if service.admission.stopping:
         raise ServiceStopping("the service is stopping")
     try:
@@ -50,15 +50,15 @@ async def reload(request: Request, service: ServiceDep) -> Response:
     return JSONResponse(answer)
 
 
-def _require_admin(request: Request, config: ServiceConfig) -> None:
+def require_admin(request: Request, config: ServiceConfig) -> None:
     """Raise HTTPException unless the request came through the Unix socket, or has the key of `admin_key`."""
     if getattr(request.state, "unix_socket", False) is True:
         return
     if config.admin_key is None:
         raise HTTPException(
             403,
-            f"{RELOAD} is accepted only on the socket of --uds, or with the key of --admin-key; this service has no "
-            "such key",
+            f"{request.scope['path']} is accepted only on the socket of --uds, or with the key of --admin-key; this "
+            "service has no such key",
         )
     if not compare_digest(key_digest(request.headers), sha256(config.admin_key.encode()).digest()):
         message = "the request does not have the key of --admin-key; send it in the header Authorization, as Bearer KEY"

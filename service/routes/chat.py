@@ -131,7 +131,7 @@ class Chat(Responder):
             "id": self.call.id,
             "object": "chat.completion",
             "created": self.created,
-            "model": self.call.service.model_name,
+            "model": self.call.model_name,
             "system_fingerprint": self.call.service.fingerprint,
             "choices": [await self._choice(choice) for choice in choices],
             "usage": usage([prompt], choices, num_reasoning=self._num_reasoning(counts)),
@@ -211,7 +211,7 @@ class Chat(Responder):
             "id": self.call.id,
             "object": "chat.completion.chunk",
             "created": self.created,
-            "model": self.call.service.model_name,
+            "model": self.call.model_name,
             "system_fingerprint": self.call.service.fingerprint,
             "choices": choices,
         }

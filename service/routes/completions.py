@@ -157,7 +157,7 @@ class _Completion(Responder):
             "id": self.call.id,
             "object": "text_completion",
             "created": self.created,
-            "model": self.call.service.model_name,
+            "model": self.call.model_name,
             "system_fingerprint": self.call.service.fingerprint,
             "choices": choices,
         }

@@ -41,7 +41,8 @@ async def embeddings(body: EmbeddingBody, incoming: IncomingDep) -> Response:
     """Return the embedding of each text, list of token ids or chat."""
     embedder = incoming.service.worker.embedder
     call = incoming.call(body, body, prefix="embd-")
-    call = replace(call, params=embedder.sampling_params(call.params.priority, call.params.cache_salt))
+    params = embedder.sampling_params(call.params.priority, call.params.cache_salt)
+    call = replace(call, params=msgspec.structs.replace(params, lora=call.params.lora))
     wanted = PoolingParams(dimensions=body.dimensions, normalize=body.normalizes, prompt_name=body.prompt_name)
     embedding = _Embeddings(call, body, embedder, embedder.check(wanted))
     return WholeAnswer(embedding.answer, incoming.service.admission)
@@ -73,7 +74,7 @@ class _Embeddings:
             "id": self.call.id,
             "object": "list",
             "created": int(time.time()),
-            "model": self.call.service.model_name,
+            "model": self.call.model_name,
             "data": data,
             "usage": usage([source.prompt for source in sources], choices),
             **self.call.timings(choices),

@@ -25,14 +25,16 @@ class ModelCard(TypedDict):
     """Unix time at which the service started."""
     owned_by: str
     root: str
-    parent: None
+    """Name of the model, or folder of the LoRA adapter."""
+    parent: str | None
+    """Name of the model that a LoRA adapter changes, or null for the model."""
     max_model_len: int
     note: str | None
     """What users should know about the model: what the embedded model can do, or null for other models."""
 
 
 class ModelList(TypedDict):
-    """The served model, once for each of its names."""
+    """The served model, once for each of its names, and its LoRA adapters."""
 
     object: Literal["list"]
     data: list[ModelCard]
@@ -40,26 +42,29 @@ class ModelList(TypedDict):
 
 @router.get("/v1/models", responses=answered(ModelList))
 async def models(service: ServiceDep) -> Response:
-    """List the served model, once for each of its names."""
-    listed: ModelList = {"object": "list", "data": [_card(service, name) for name in service.model_names]}
+    """List the served model, once for each of its names, and its LoRA adapters."""
+    names = (*service.model_names, *(one.name for one in service.worker.loras))
+    listed: ModelList = {"object": "list", "data": [_card(service, name) for name in names]}
     return JSONResponse(listed)
 
 
 @router.get("/v1/models/{name:path}", responses=answered(ModelCard))
 async def model(name: str, service: ServiceDep) -> Response:
-    """Return the served model."""
+    """Return the served model or one of its LoRA adapters."""
     service.require_listed(name)
     return JSONResponse(_card(service, name))
 
 
 def _card(service: Service, name: str) -> ModelCard:
+    loras = service.worker.loras
+    lora = loras.get(name) if name in loras else None
     return {
         "id": name,
         "object": "model",
         "created": service.created,
         "owned_by": "mindie_mm",
-        "root": service.model_name,
-        "parent": None,
+        "root": service.model_name if lora is None else str(lora.folder),
+        "parent": None if lora is None else service.model_name,
         "max_model_len": service.worker.engine.info.max_model_len,
         "note": demo_note(service.worker.config.model),
     }

@@ -47,7 +47,7 @@ async def rerank(body: RerankBody, incoming: IncomingDep) -> Response:
         best = sorted(range(len(kept)), key=lambda index: -scored.scores[index])[: body.top_n or None]
         return {
             "id": scoring.call.id,
-            "model": scoring.call.service.model_name,
+            "model": scoring.call.model_name,
             "usage": scored.usage,
             "results": [
                 {
@@ -82,7 +82,7 @@ async def score(body: ScoreBody, incoming: IncomingDep) -> Response:
             "id": scoring.call.id,
             "object": "list",
             "created": int(time.time()),
-            "model": scoring.call.service.model_name,
+            "model": scoring.call.model_name,
             "data": [{"index": index, "object": "score", "score": one} for index, one in enumerate(scored.scores)],
             "usage": scored.usage,
             **scored.timings,
@@ -117,6 +117,7 @@ class _Scoring:
         scorer = Scorer(incoming.service.worker.embedder)
         call = incoming.call(body, body, prefix=prefix)
         params = scorer.sampling_params(call.params.priority, call.params.cache_salt)
+        params = msgspec.structs.replace(params, lora=call.params.lora)
         defaults = media_defaults(body.mm_processor_kwargs, body.media_io_kwargs)
         return cls(replace(call, params=params), body, scorer, defaults, instruction, activation)
 

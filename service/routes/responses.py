@@ -53,7 +53,7 @@ async def responses(body: ResponsesBody, incoming: IncomingDep) -> Response:
     with given.naming_places():
         chat = chat_of(chat_body(body, given.messages), incoming, prefix=prefix, cut_max_tokens=True)
     stored = store.is_on and body.store is not False
-    response = begun(body, chat.call.id, int(time.time()), incoming.service.model_name, stored=stored)
+    response = begun(body, chat.call.id, int(time.time()), chat.call.model_name, stored=stored)
     _require_text([response, talk.new])
     custom = [tool.name for tool in body.tools or () if isinstance(tool, CustomTool)]
     events = ResponseEvents(response, body.summarizes, custom)

@@ -87,6 +87,11 @@ class Metrics:
         self._bad_references = {
             error: bad_references.labels(model_name, kind) for error, kind in _BAD_REFERENCES.items()
         }
+        self._of_loras = {
+            "choices": counter("lora_request_success", "Finished choices by LoRA adapter.", "lora_name"),
+            "prompt": counter("lora_prompt_tokens", "Prompt tokens by LoRA adapter.", "lora_name"),
+            "generation": counter("lora_generation_tokens", "Generated tokens by LoRA adapter.", "lora_name"),
+        }
         self._request_prompt_tokens = histogram("request_prompt_tokens", "Number of tokens of a prompt.", _TOKENS)
         self._request_generation_tokens = histogram(
             "request_generation_tokens", "Number of tokens of a choice.", _TOKENS
@@ -142,6 +147,10 @@ class Metrics:
             self._inference_s.observe(timings.prefill_s + timings.decode_s)
             if num_tokens > 1:
                 self._per_token_s.observe(timings.decode_s / (num_tokens - 1))
+
+    def count_lora(self, name: str, what: str, number: int) -> None:
+        """Count `choices`, `prompt` tokens or `generation` tokens of the LoRA adapter `name`."""
+        self._of_loras[what].labels(self.model_name, name).inc(number)
 
     def count_longest(self, num_tokens: int) -> None:
         """Record the length of the longest choice of a prompt whose choices are finished."""

@@ -73,6 +73,7 @@ from mindie_mm.nn.family import Plan, Processor
 from mindie_mm.nn.model import Model, packed_logits
 from mindie_mm.nn.placement import Placement, parts
 from mindie_mm.nn.splice import MediaItem, plain_ids
+from mindie_mm.nn.weights.pretrained import PretrainedModel
 from mindie_mm.processes.ipc import Failure
 from mindie_mm.settings.config import EngineConfig, MediaCaps
 from mindie_mm.shm import Arena, release
@@ -81,6 +82,7 @@ from mindie_mm.tokenize.prompt import Prompt, PromptOptions
 from mindie_mm.tokenize.requests import TokenizeRequest, request_of_items
 from mindie_mm.tokenize.stores import ARENA_BYTES
 from mindie_mm.tokenize.truncate import truncate
+from tests.lora_samples import assert_close, linear_names, merge, scored, write_adapter
 from tests.media_samples import encode_video, encoded, moving_frames, photograph
 from tests.models.references import Items, Reference, Remembered
 from tests.models.small_checkpoints import changed
@@ -708,6 +710,39 @@ class FamilyContract:
             own = reduce((half.logits(items) - expected)[open_].abs() / scale).item() if half else 0.0
             assert own <= 0.5, f"{name}: in bfloat16 the reference is off by {own:.3f}, and says nothing"
             assert found <= max(tolerance, 2 * own), f"{name}: {found:.3f}; the reference itself {own:.3f}"
+
+    @pytest.mark.representative
+    def test_lora_adapters_give_the_tokens_of_merged_weights(self, path, device, tokenized, tmp_path):
+        """Compare two adapters and none, each alone and all in one batch. One of the adapters changes the towers."""
+        model, plain = (load_model(path, device, "float32", prepares=prepares) for prepares in (True, False))
+        if not isinstance(model, PretrainedModel):
+            with pytest.raises(UnsupportedCheckpoint, match="only for decoder-only families with transformers' layers"):
+                model.enable_loras(2, 8)
+            return
+        names = linear_names(plain.module)
+        text = {part for one in plain.text_modules() for part in one.modules()}
+        in_text = [name for name in names if plain.module.get_submodule(name) in text]
+        loras = model.enable_loras(2, 8)
+        folders = {
+            "a": write_adapter(tmp_path / "a", plain.module, names),
+            "b": write_adapter(tmp_path / "b", plain.module, in_text, seed=1, rank=8, alpha=4),
+        }
+        adapters = {name: loras.read(folder) for name, folder in folders.items()}
+        loras.known = {adapter.key: adapter for adapter in adapters.values()}
+        keys = {None: None, **{name: adapter.key for name, adapter in adapters.items()}}
+        prompts = list(tokenized.values())[:3]
+        engine = self.engine(model)
+        expected = {}
+        for name, key in keys.items():
+            merged = load_model(path, device, "float32", prepares=False)
+            if name is not None:
+                merge(merged.module, folders[name])
+            expected[name] = scored(self.engine(merged), [(ids, None) for ids in prompts])
+            assert_close(scored(engine, [(ids, key) for ids in prompts]), expected[name])
+        assert expected["a"] != expected["b"] != expected[None]
+        mixed = [(name, number) for number in range(len(prompts)) for name in keys]
+        found = scored(engine, [(prompts[number], keys[name]) for name, number in mixed])
+        assert_close(found, [expected[name][number] for name, number in mixed])
 
     @pytest.mark.representative
     def test_int8_weights_change_the_logits_little(self, path, device, model, tokenized):

@@ -83,7 +83,7 @@ def test_an_adapter_beside_the_weights_is_refused(tmp_path: Path, name: str) -> 
     settings = {"peft_type": "LORA", "base_model_name_or_path": "Qwen/Qwen2-VL-2B-Instruct", "use_dora": True}
     (tmp_path / name).write_text(json.dumps(settings))
     message = "a LORA adapter of Qwen/Qwen2-VL-2B" if name == "adapter_config.json" else "an adapter of the base model"
-    with pytest.raises(UnsupportedCheckpoint, match=rf"has {name}, {message}.* not supported.*merge_and_unload"):
+    with pytest.raises(UnsupportedCheckpoint, match=rf"has {name}, {message}.*--lora NAME=FOLDER.*merge_and_unload"):
         Checkpoint.open(tmp_path)
 
 

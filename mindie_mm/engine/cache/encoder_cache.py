@@ -5,7 +5,7 @@ from __future__ import annotations
 from cachetools import LRUCache
 from torch import Tensor
 
-from mindie_mm.nn.splice import ItemRef, MediaItem
+from mindie_mm.nn.splice import ItemKey, MediaItem
 
 
 class EncoderCache:
@@ -20,7 +20,7 @@ class EncoderCache:
         self.capacity_bytes = capacity_bytes
         # A single item always fits, because a step cannot read features that are not in the cache.
         most = max(capacity_bytes, 1)
-        self._features = LRUCache[bytes | ItemRef, Tensor](most, getsizeof=lambda features: min(features.nbytes, most))
+        self._features = LRUCache[ItemKey, Tensor](most, getsizeof=lambda features: min(features.nbytes, most))
 
     def __contains__(self, item: MediaItem) -> bool:
         return item.key in self._features

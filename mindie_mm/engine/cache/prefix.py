@@ -1,7 +1,8 @@
 """Cache keys of KV blocks. Blocks with the same cache key contain the same keys and values.
 
 The cache key of a block is a hash of the previous block's cache key and of everything that determines the block's
-content: ids, positions, media features with their placeholder positions, and all tokens of bidirectional spans.
+content: ids, positions, media features with their placeholder positions, all tokens of bidirectional spans, and the
+LoRA adapter.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ KEY_BYTES = 32
 
 def share(request: Request) -> None:
     """Prepare a new `request` for sharing its leading blocks, up to the first media item without a digest."""
-    request.root_key = salted(request.params.cache_salt).digest(KEY_BYTES)
+    request.root_key = salted(request.params.cache_salt, request.params.lora).digest(KEY_BYTES)
     request.num_shareable = sys.maxsize
     if (item := next((item for item in request.items if item.digest is None), None)) is not None:
         starts = (start for start, stop in request.spans if start <= item.start < stop)

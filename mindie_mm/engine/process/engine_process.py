@@ -19,7 +19,7 @@ from mindie_mm.device import default_num_threads, slow_dtype
 from mindie_mm.engine.base import BaseEngine
 from mindie_mm.engine.core import Engine
 from mindie_mm.engine.decode_graphs import captures_graphs
-from mindie_mm.engine.process.largest_step import Step, WorstCase
+from mindie_mm.engine.process.largest_step import Part, Step, WorstCase
 from mindie_mm.engine.process.memory_profile import Memory
 from mindie_mm.engine.process.placing import num_devices, placed
 from mindie_mm.engine.process.progress_collector import ProgressCollector
@@ -29,16 +29,19 @@ from mindie_mm.engine.requests.engine_messages import (
     Abort,
     Add,
     Encode,
+    LoadLora,
     Progress,
     Ready,
     Start,
     Stepped,
     ToEngine,
+    UnloadLora,
 )
 from mindie_mm.engine.seq2seq import Seq2SeqEngine
-from mindie_mm.errors import MindieMMError
+from mindie_mm.errors import InputError, MindieMMError
 from mindie_mm.models import family_of, load_model, prepare_model, reading
 from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.nn.model import Model
 from mindie_mm.nn.placement import Placement
 from mindie_mm.nn.seq2seq import Seq2SeqModel
 from mindie_mm.nn.weights.loading import loading_reported
@@ -107,6 +110,7 @@ def serve(channel: ChildChannel, ranks: Ranks) -> None:
         raise
     faults.point("loaded")
     ready = msgspec.structs.replace(engine.ready, default_sampling=default_sampling)
+    ready = msgspec.structs.replace(ready, lora_keys=engine.lora_keys)
     send(msgspec.structs.replace(ready, step_bytes=step_bytes, free_bytes=free_bytes, num_devices=visible))
     _run_steps(channel, ranks, engine, send)
 
@@ -173,6 +177,10 @@ def _take(message: ToEngine, engine: BaseEngine) -> list[Progress]:
             engine.abort(message)
         case Encode():
             return [engine.encode(message)]
+        case LoadLora():
+            return [engine.load_lora(message)]
+        case UnloadLora():
+            engine.unload_lora(message)
     return []
 
 
@@ -206,12 +214,15 @@ def load_engine(start: Start, ranks: Ranks) -> tuple[BaseEngine, int]:
     ranks.run_on_all(lambda: prepare_model(model, checkpoint, device, config.weights))
     if ranks.number == 0 and (detail := slow_dtype(model.module)):
         _log.warning("%s. Use --dtype float32, or 32 bits for the part (--vision-bits, --projector-bits)", detail)
+    lora_keys, lora_bytes = ranks.run_on_all(lambda: _enable_loras(model, start))
     family = family_of(checkpoint, start.family)
     with reading(checkpoint, family):
         processor = family.processor(checkpoint)
     step = Step.kept(start.step_bytes)
     if step is None:
         step = WorstCase(model, processor, device, config, ranks).step(tuple(processor.placeholders))
+        if lora_bytes:
+            step = Step((*step.parts, Part("LoRA adapters", lora_bytes, "max_loras or max_lora_rank")))
     num_starting = 1 if start.replica.others_started else start.replica.count
     memory = Memory(model, step, device, ranks, num_starting)
     encoder_bytes = ranks.run_on_all(lambda: memory.encoder_cache_bytes(config))
@@ -224,5 +235,27 @@ def load_engine(start: Start, ranks: Ranks) -> tuple[BaseEngine, int]:
         engine = Engine(model, config, ranks.all_reduce_min(kv_bytes), ranks)
         tokenizer = load_tokenizer(checkpoint, start.family)
         engine.grammars = Grammars(tokenizer, model.spec.eos_token_ids, torch.get_num_threads())
-    engine.weights = weights
+    engine.weights, engine.lora_keys = weights, lora_keys
     return engine, step.num_bytes
+
+
+def _enable_loras(model: Model | Seq2SeqModel, start: Start) -> tuple[dict[str, str], int]:
+    """Prepare a model for LoRA adapters, and read those of the first message.
+
+    Return the keys of the adapters by folder, and the memory for adapters in bytes.
+    """
+    if start.loras is None:
+        return {}, 0
+    loras = model.enable_loras(start.config.max_loras, start.config.max_lora_rank)
+    keys: dict[str, str] = {}
+    for one in start.loras:
+        try:
+            adapter = loras.read(Path(one.folder))
+        except InputError as error:
+            if not one.key:
+                raise
+            _log.error("a LoRA adapter cannot be read again, and its requests fail: %s", error)
+            continue
+        loras.known[adapter.key] = adapter
+        keys[one.folder] = adapter.key
+    return keys, loras.reserve()

@@ -26,6 +26,15 @@ class Replica(msgspec.Struct, frozen=True):
     """Whether the engine is being restarted. The other engines have then already allocated their memory."""
 
 
+class LoraFolder(msgspec.Struct, frozen=True):
+    """A LoRA adapter that the engine reads at its start."""
+
+    folder: str
+    key: str = ""
+    """Key that an earlier process of the engine reported, or an empty string for the first process. If the files have
+    another key or cannot be read, requests for the adapter fail, but the engine starts."""
+
+
 class Start(msgspec.Struct, frozen=True):
     """The first message, which contains the checkpoint to load."""
 
@@ -39,6 +48,8 @@ class Start(msgspec.Struct, frozen=True):
     generation_config: str = "vllm"
     """See `WorkerConfig.generation_config`."""
     replica: Replica = Replica()
+    loras: tuple[LoraFolder, ...] | None = None
+    """LoRA adapters, or None if the engine does not serve adapters."""
     step_bytes: int | None = None
     """Memory of the largest step that the first process of the engine reported, or None for that process."""
 
@@ -85,6 +96,19 @@ class Encode(msgspec.Struct, frozen=True, tag="encode"):
     """Prompt ids with handle words, int64 [T], native byte order."""
     start: int = 0
     """Index of the first item to encode."""
+
+
+class LoadLora(msgspec.Struct, frozen=True, tag="load_lora"):
+    """A request to read a LoRA adapter. The answer is one Progress with the adapter's key."""
+
+    request_id: str
+    folder: str
+
+
+class UnloadLora(msgspec.Struct, frozen=True, tag="unload_lora"):
+    """Notice that no request uses a LoRA adapter any longer."""
+
+    key: str
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -154,6 +178,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     reason."""
     features: list[Features] = []
     """Features of the next media items of an `Encode`."""
+    lora_key: str = ""
+    """Key of the adapter that a `LoadLora` has loaded."""
     error: Failure | None = None
     """Error that ended the request. No more progress follows."""
     timings: Timings | None = None
@@ -191,6 +217,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """Width of the hidden states, or None if the engine does not pool them."""
     has_head: bool = True
     """See `ModelSpec.has_head`."""
+    lora_keys: dict[str, str] = {}
+    """Keys of the adapters in `Start.loras` that were read, by folder."""
     num_devices: int = 1
     """Number of visible devices that the setting `device` allows. It is 1 for the CPU and for a name with an index."""
 
@@ -224,4 +252,4 @@ class Stepped(msgspec.Struct, frozen=True):
     stats: Stats
 
 
-ToEngine = Add | Abort | Encode
+ToEngine = Add | Abort | Encode | LoadLora | UnloadLora

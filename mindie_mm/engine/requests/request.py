@@ -18,6 +18,7 @@ from torch import Tensor
 from mindie_mm.engine.prompt_lookup import PromptLookup
 from mindie_mm.engine.requests.engine_messages import Origin, Timings, TokenLogprob
 from mindie_mm.engine.requests.sampling_params import SamplingParams
+from mindie_mm.nn.lora.adapter import Adapter
 from mindie_mm.nn.model import Positions
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.structured.grammar import Constraint
@@ -43,6 +44,8 @@ class Request:
     """Maximum number of output tokens, from the request or from the context length."""
     generator: torch.Generator | None
     """Random generator of this request, or None if sampling is greedy."""
+    adapter: Adapter | None = None
+    """LoRA adapter that computes the request, or None."""
     origin: Origin | None = None
     """See `Progress.origin`."""
     constraint: Constraint | None = None
@@ -120,6 +123,11 @@ class Request:
         total = states.sum(0, dtype=torch.float32)
         self.pooled = total if self.pooled is None else self.pooled + total
         self.num_pooled += len(states)
+
+    @property
+    def tower_adapter(self) -> Adapter | None:
+        """The LoRA adapter of the request, if it changes the features of media."""
+        return self.adapter if self.adapter is not None and self.adapter.in_tower else None
 
     @property
     def media_stop(self) -> int:

@@ -97,6 +97,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Rank in the engine's queue. Requests with a lower number are scheduled earlier and preempted later."""
     cache_salt: str = ""
     """Salt of cache keys. Only requests with the same salt share preprocessed media, features and KV blocks."""
+    lora: str | None = None
+    """Name of the LoRA adapter that computes the output, or None for the model alone. The argument `lora` of `LLM`'s
+    methods, and a model name in a request, set this field."""
     json_schema: str | None = None
     """JSON schema, as JSON text. This is short for `structured_outputs=StructuredOutputs(json=...)`."""
     pooling: Pooling | None = None

@@ -57,10 +57,10 @@ def check_adapter(root: Path) -> None:
         kind = f"a {settings['peft_type']} adapter" if settings.get("peft_type") else "an adapter"
         base = settings.get("base_model_name_or_path") or "the base model"
         raise UnsupportedCheckpoint(
-            f"{root} has {names[0]}, {kind} of {base}, and adapters are not supported. Merge the adapter into "
-            "the weights: PeftModel.from_pretrained(model, "
-            f"{str(root)!r}).merge_and_unload().save_pretrained(FOLDER). Or remove the file to serve the model "
-            "without it"
+            f"{root} has {names[0]}, {kind} of {base}, beside the weights of a model. Move the adapter's files "
+            "to a folder of their own and serve it with --lora NAME=FOLDER, or merge it into the weights: "
+            f"PeftModel.from_pretrained(model, {str(root)!r}).merge_and_unload().save_pretrained(FOLDER). Or remove "
+            "the file to serve the model without it"
         )
 
 
@@ -89,8 +89,8 @@ def _incomplete(root: Path, names: list[str]) -> str | None:
         return f"give {' or '.join(below[:_SHOWN])}, which has a config.json"
     if {"tokenizer_config.json", "processor_config.json", "preprocessor_config.json"} & {*names}:
         return (
-            "it has only tokenizer or processor files, like many saved adapters. If it is an adapter, merge "
-            "it into its base model with peft's merge_and_unload, and give the folder of the merged model"
+            "it has only tokenizer or processor files, like many saved adapters. If it is an adapter, give its base "
+            "model, and the adapter with --lora NAME=FOLDER, or merge them with peft's merge_and_unload"
         )
     return None
 
@@ -124,8 +124,8 @@ def _gguf(name: str) -> str:
 def _adapter(root: Path) -> str:
     base = _adapter_settings(root).get("base_model_name_or_path") or "its base model"
     return (
-        f"it is an adapter of {base}, without the weights of that model; merge the adapter into the model with "
-        "peft's merge_and_unload, and give the folder of the merged model"
+        f"it is an adapter of {base}, without the weights of that model; give the folder of the model, and the "
+        f"adapter with --lora NAME={root}, or merge them with peft's merge_and_unload"
     )
 
 

@@ -29,6 +29,7 @@ from mindie_mm.nn.checkpoint.renaming import RenamedWeights
 from mindie_mm.nn.checkpoint.resolved import context_length, settle
 from mindie_mm.nn.decoder_layer import TOLERANCES, DecoderLayer, FewOperatorLayer, fuse, unrounded
 from mindie_mm.nn.layers import FewOperatorNorm, FusedNorm, norm_of
+from mindie_mm.nn.lora.loras import Loras
 from mindie_mm.nn.model import Model, ModelSpec
 from mindie_mm.nn.paged_batch import Chunk, PagedBatch, top_position
 from mindie_mm.nn.paged_cache import KVLayer, Layer, PagedCache, SharedLayer
@@ -161,6 +162,16 @@ class PretrainedModel(Model):
             self._step_head = StepLinear(cast("nn.Module", self.lm_head))
         _log.info("compiled code (%s) runs steps of up to %d tokens", instructions(), self._step.most_rows)
 
+    def enable_loras(self, max_loras: int, max_rank: int) -> Loras:
+        if num_shares() > 1:
+            raise UnsupportedCheckpoint(
+                f"LoRA adapters are served only by whole engines: tensor_parallel is {num_shares()}; it must be 1"
+            )
+        self.loras = Loras(self.module, self.text_modules(), self.spec.dtype, max_loras, max_rank)
+        if self._step is not None:
+            _log.info("torch instead of compiled code runs steps with requests for LoRA adapters")
+        return self.loras
+
     def _compiled_step(self) -> DecodeStep:
         if not self.runs_layers or kernels_of(self.spec.device).has_layers:
             raise NotCompiled("the text model has layers that are not replaced, or is not on the CPU")
@@ -182,6 +193,7 @@ class PretrainedModel(Model):
         angles = self._angles(hidden, positions, paged.top_position)
         if (
             self._step is not None
+            and not self.is_adapted
             and paged.cache is not None
             and self._step.takes(hidden, paged.cache.memory)
             and (table := paged.decode_table()) is not None
@@ -217,7 +229,7 @@ class PretrainedModel(Model):
         return decoded
 
     def head(self, hidden: Tensor) -> Tensor:
-        if self._step_head is not None and self._step_head.takes(hidden):
+        if self._step_head is not None and not self.is_adapted and self._step_head.takes(hidden):
             return self._step_head(hidden)
         return self.lm_head(hidden).float()
 

@@ -172,3 +172,10 @@ def test_the_items_of_a_response_are_named_as_the_messages_of_a_chat() -> None:
 def test_the_worker_does_not_receive_the_content():
     sent = pickle.loads(pickle.dumps(chat("hello")))
     assert sent.contents == ()
+
+
+def test_requests_with_different_adapters_have_no_content_in_common() -> None:
+    bodies = [{"prompt": "word " * 200, "model": name} for name in ("base", "other name", "sql", "charts")]
+    keys = [route_of(json.dumps(body).encode(), loras=("sql", "charts")).first_key for body in bodies]
+    assert keys[0] == keys[1]
+    assert len(set(keys)) == 3

@@ -1,0 +1,228 @@
+"""A LoRA adapter (Hu et al., 2021, arXiv 2106.09685): its files, and its change of each layer.
+
+Adapters are read from folders that peft writes. Only safetensors files are read, because pickles run code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from blake3 import blake3
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load
+from torch import Tensor
+
+from mindie_mm.errors import LimitExceeded, UnsupportedCheckpoint
+from mindie_mm.nn.lora.adapter_config import WEIGHTS, AdapterConfig, read_config
+from mindie_mm.nn.lora.targets import Target, Targets
+
+_PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
+_PREFIX = "base_model.model."
+_PARTS: Mapping[str, str] = {
+    ".lora_A.weight": "a",
+    ".lora_B.weight": "b",
+    ".lora_B.bias": "b_bias",
+    ".lora_magnitude_vector": "magnitude",
+    ".lora_magnitude_vector.weight": "magnitude",
+    ".base_layer.bias": "bias",
+    ".bias": "bias",
+    ".base_layer.weight": "weight",
+    ".weight": "weight",
+}
+"""Ends of the names of tensors, longest first, and the parts of a layer's change that they contain."""
+_KEY_CHARACTERS = 32
+
+
+@dataclass(slots=True)
+class Change:
+    """The change of one layer, as tensors on the host."""
+
+    target: Target
+    scaling: float
+    """Factor of `b @ a`."""
+    a: Tensor | None = None
+    """[rank, inputs]."""
+    b: Tensor | None = None
+    """[outputs, rank]."""
+    b_bias: Tensor | None = None
+    """Bias of the second product, [outputs], which `scaling` multiplies, too."""
+    magnitude: Tensor | None = None
+    """Norm of each row of the changed weight (DoRA), [outputs]."""
+    bias: Tensor | None = None
+    """Bias in place of the layer's own, [outputs]."""
+    weight: Tensor | None = None
+    """Weight in place of the layer's own, in the shape of `Target.shape`."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensors in bytes."""
+        return sum(one.nbytes for one in self.tensors().values())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors that are set, by name."""
+        found = {name: getattr(self, name) for name in ("a", "b", "b_bias", "magnitude", "bias", "weight")}
+        return {name: one for name, one in found.items() if one is not None}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Adapter:
+    """A LoRA adapter whose files have been read."""
+
+    key: str
+    """Digest of the files. Adapters with equal keys are equal."""
+    changes: tuple[Change, ...]
+    in_tower: bool = field(init=False)
+    """Whether the adapter changes features of media."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "in_tower", any(not one.target.in_text for one in self.changes))
+
+    def num_values(self) -> int:
+        """Return the number of values in all tensors."""
+        return sum(tensor.numel() for one in self.changes for tensor in one.tensors().values())
+
+
+def read_adapter(folder: Path, targets: Targets, max_rank: int) -> Adapter:
+    """Read an adapter, and check that it fits to the base model.
+
+    Args:
+        folder: Folder that contains adapter_config.json and adapter_model.safetensors.
+        targets: Layers of the base model.
+        max_rank: Maximum rank of a change.
+
+    Raises:
+        InputError: The folder does not exist, or is not the folder of an adapter.
+        UnsupportedCheckpoint: The adapter uses a setting that is not served, is damaged, or was trained on another base
+            model.
+        LimitExceeded: The rank of a layer exceeds `max_rank`.
+
+    """
+    config, stated = read_config(folder)
+    file = _weights_file(folder)
+    try:
+        with safe_open(file, "pt") as opened:  # the header, so that wrong weights are never read
+            shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+        _Reading(folder, config, targets, max_rank).check(shapes)
+        data = file.read_bytes()
+        tensors = load(data)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise UnsupportedCheckpoint(f"{file} cannot be read: {error}") from error
+    reading = _Reading(folder, config, targets, max_rank)
+    reading.check({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    key = blake3(stated + b"\0" + data).hexdigest()[:_KEY_CHARACTERS]
+    return Adapter(key, tuple(reading.changes(tensors)))
+
+
+def _weights_file(folder: Path) -> Path:
+    if (folder / WEIGHTS).is_file():
+        return folder / WEIGHTS
+    if pickles := [name for name in _PICKLES if (folder / name).exists()]:
+        raise UnsupportedCheckpoint(
+            f"{folder} has its weights in {pickles[0]}, a pickle, which could run code and is not read; save the "
+            "adapter again with peft's save_pretrained, which writes safetensors"
+        )
+    raise UnsupportedCheckpoint(f"{folder} has no weights; the file {WEIGHTS} is missing. Save the adapter again")
+
+
+class _Reading:
+    """The reading of one adapter: checks of its names and shapes, and the changes of layers."""
+
+    def __init__(self, folder: Path, config: AdapterConfig, targets: Targets, max_rank: int) -> None:
+        self._folder = folder
+        self._config = config
+        self._targets = targets
+        self._max_rank = max_rank
+        self._names: dict[str, dict[str, str]] = {}
+        """Name of the tensor with each part, by the name of the layer in the adapter."""
+        self._found: dict[str, Target] = {}
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise an error unless all tensors belong to layers of the base model and have the right shapes."""
+        if not shapes:
+            raise UnsupportedCheckpoint(f"{self._folder} has no weights; {WEIGHTS} contains no tensor")
+        for name in shapes:
+            layer, part = self._split(name)
+            known = self._names.setdefault(layer, {})
+            if part in known:
+                raise self._refused(name, f"is given twice, also as {known[part]}")
+            known[part] = name
+        for layer, parts in self._names.items():
+            self._check_layer(layer, parts, shapes)
+
+    def changes(self, tensors: Mapping[str, Tensor]) -> Iterator[Change]:
+        """Yield the change of each layer."""
+        for layer, parts in self._names.items():
+            for name in parts.values():
+                if not tensors[name].dtype.is_floating_point:
+                    raise self._refused(name, f"has the data type {tensors[name].dtype}; it must be a float type")
+                if not bool(torch.isfinite(tensors[name]).all()):
+                    raise self._refused(name, "has a value that is not finite; the file is damaged")
+            scaling = self._config.scaling_of(layer)
+            yield Change(self._found[layer], scaling, **{part: tensors[name] for part, name in parts.items()})
+
+    def _split(self, name: str) -> tuple[str, str]:
+        """Return the name of the layer, and the part of its change that a tensor contains."""
+        plain = name.removeprefix(_PREFIX).replace(".modules_to_save.", ".")
+        for end, part in _PARTS.items():
+            if plain.endswith(end) and ".lora_" not in plain.removesuffix(end):
+                return plain.removesuffix(end), part
+        raise self._refused(name, "is not served; only changes of linear layers, and whole weights and biases, are")
+
+    def _check_layer(self, layer: str, parts: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        first = next(iter(parts.values()))
+        target = self._targets.find(layer)
+        if target is None:
+            kind = (
+                "an expert, and changes of experts are" if ".experts" in layer else "no linear layer of the model, or"
+            )
+            raise self._refused(
+                first, f"changes {layer}, which is {kind} not served. {self._base()}, or merge it (merge_and_unload)"
+            )
+        has_change = "a" in parts or "b" in parts
+        if has_change and not {"a", "b"} <= parts.keys():
+            raise self._refused(first, "has no counterpart: lora_A or lora_B is missing; the file is damaged")
+        if ("magnitude" in parts) != (has_change and self._config.has_magnitudes):
+            raise self._refused(first, "has a magnitude without use_dora, or no magnitude with it; the file is damaged")
+        if target.is_embedding and parts.keys() != {"weight"}:
+            raise self._refused(
+                first, "is a change of an embedding; only whole embeddings (modules_to_save) are served"
+            )
+        if "weight" in parts and has_change:
+            raise self._refused(first, "is both changed and replaced, which is not served")
+        rank = shapes[parts["a"]][0] if has_change and shapes[parts["a"]] else 0
+        expected = {
+            "a": (rank, target.num_inputs),
+            "b": (target.num_outputs, rank),
+            "b_bias": (target.num_outputs,),
+            "magnitude": (target.num_outputs,),
+            "bias": (target.num_outputs,),
+            "weight": target.shape,
+        }
+        for part, name in parts.items():
+            if shapes[name] != expected[part]:
+                raise self._refused(
+                    name, f"has shape {list(shapes[name])} instead of {list(expected[part])}. {self._base()}"
+                )
+        if has_change:
+            self._check_rank(layer, parts["a"], rank)
+        self._found[layer] = target
+
+    def _check_rank(self, layer: str, name: str, rank: int) -> None:
+        if rank > self._max_rank:
+            raise LimitExceeded(
+                f"{self._folder}: {name} has rank {rank}; the limit is {self._max_rank}. Raise max_lora_rank"
+            )
+        if rank != (stated := self._config.rank_of(layer)):
+            raise self._refused(
+                name, f"has rank {rank}, but adapter_config.json states {stated}; the files do not match"
+            )
+
+    def _base(self) -> str:
+        base = self._config.base
+        return f"Serve the adapter with its own base model{f', {base}' if base else ''}"
+
+    def _refused(self, name: str, why: str) -> UnsupportedCheckpoint:
+        return UnsupportedCheckpoint(f"{self._folder}: {name} {why}")

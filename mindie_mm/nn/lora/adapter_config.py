@@ -1,0 +1,195 @@
+"""The settings of a LoRA adapter, from the file adapter_config.json that peft writes."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mindie_mm.errors import InputError, UnsupportedCheckpoint
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+_MAX_BYTES = 2**20
+_IGNORED = frozenset(
+    [
+        "auto_mapping",
+        "base_model_name_or_path",
+        "revision",
+        "inference_mode",
+        "lora_dropout",
+        "task_type",
+        "peft_type",
+        "peft_version",
+        "target_modules",
+        "exclude_modules",
+        "layers_to_transform",
+        "layers_pattern",
+        "modules_to_save",
+        "loftq_config",
+        "eva_config",
+        "corda_config",
+        "lora_ga_config",
+        "runtime_config",
+        "megatron_core",
+        "qalora_group_size",
+    ]
+)
+"""Keys that do not change what a trained adapter computes: its weights state which layers it changes."""
+_SERVED = frozenset(
+    [
+        "r",
+        "lora_alpha",
+        "rank_pattern",
+        "alpha_pattern",
+        "use_rslora",
+        "use_dora",
+        "bias",
+        "lora_bias",
+        "fan_in_fan_out",
+        "init_lora_weights",
+    ]
+)
+_BIASES = ("none", "all", "lora_only")
+_PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Values of init_lora_weights that leave the weights of the base model as they are."""
+_SLOW_PATTERN = re.compile(r"\)[*+{]")
+"""A repeated group in a regular expression, whose matching may take exponential time."""
+_MAX_PATTERN = 500
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """The settings that the weights do not state."""
+
+    rank: int
+    alpha: float
+    alpha_pattern: Mapping[str, float]
+    """Alpha of the layers whose names match a regular expression."""
+    rank_pattern: Mapping[str, int]
+    has_stable_rank: bool
+    """Whether changes are scaled by alpha / sqrt(rank) (rsLoRA, arXiv 2312.03732) instead of alpha / rank."""
+    has_magnitudes: bool
+    """Whether layers have magnitudes (DoRA, arXiv 2402.09353)."""
+    base: str
+    """Name of the base model, or an empty string."""
+
+    def rank_of(self, layer: str) -> int:
+        """Return the rank of a layer, by its name in the adapter."""
+        return int(_matching(self.rank_pattern, layer, self.rank))
+
+    def scaling_of(self, layer: str) -> float:
+        """Return the factor of the change of a layer."""
+        rank, alpha = self.rank_of(layer), _matching(self.alpha_pattern, layer, self.alpha)
+        return alpha / (math.sqrt(rank) if self.has_stable_rank else rank)
+
+
+def read_config(folder: Path) -> tuple[AdapterConfig, bytes]:
+    """Read the settings of an adapter. Return them, and the content of the file.
+
+    Raises:
+        InputError: The folder is not a folder, or has no such file.
+        UnsupportedCheckpoint: The file cannot be read, or has a setting that is not served.
+
+    """
+    file = folder / CONFIG
+    if not folder.is_dir():
+        raise InputError(f"{folder} is not a folder; give the folder of a LoRA adapter, which contains {CONFIG}")
+    if not file.is_file():
+        what = "is a checkpoint, not an adapter" if (folder / "config.json").is_file() else f"has no {CONFIG}"
+        raise InputError(f"{folder} {what}; give the folder that peft's save_pretrained has written for the adapter")
+    if (size := file.stat().st_size) > _MAX_BYTES:
+        raise UnsupportedCheckpoint(f"{file} has {size} bytes; the limit is {_MAX_BYTES}")
+    data = file.read_bytes()
+    try:
+        given = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise UnsupportedCheckpoint(f"{file} is not JSON: {error}") from error
+    if not isinstance(given, dict):
+        raise UnsupportedCheckpoint(f"{file} is a {type(given).__name__}; it must be an object")
+    return _checked(file, given), data
+
+
+def _checked(file: Path, given: Mapping[str, Any]) -> AdapterConfig:
+    wrong = next(((key, why) for key, fits, why in _RULES if not fits(given.get(key))), None)
+    if wrong is not None:
+        raise UnsupportedCheckpoint(f"{file}: {wrong[0]} is {given.get(wrong[0])!r}; {wrong[1]}")
+    for key, value in given.items():
+        if key not in _IGNORED | _SERVED and value not in (None, False, {}, [], "", 0):
+            raise UnsupportedCheckpoint(
+                f"{file}: {key} is {value!r}, which is not served; merge the adapter into its base model "
+                "(merge_and_unload)"
+            )
+    for key in ("rank_pattern", "alpha_pattern"):
+        for pattern in given.get(key) or {}:
+            _require_pattern(file, key, pattern)
+    base = given.get("base_model_name_or_path")
+    return AdapterConfig(
+        rank=given["r"],
+        alpha=given["lora_alpha"],
+        alpha_pattern=given.get("alpha_pattern") or {},
+        rank_pattern=given.get("rank_pattern") or {},
+        has_stable_rank=bool(given.get("use_rslora")),
+        has_magnitudes=bool(given.get("use_dora")),
+        base=base if isinstance(base, str) else "",
+    )
+
+
+def _require_pattern(file: Path, key: str, pattern: str) -> None:
+    if len(pattern) > _MAX_PATTERN or _SLOW_PATTERN.search(pattern):
+        raise UnsupportedCheckpoint(
+            f"{file}: {key} has the key {pattern[:_MAX_PATTERN]!r}; it must have at most {_MAX_PATTERN} characters and "
+            "no repeated group. Name the layers instead"
+        )
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise UnsupportedCheckpoint(f"{file}: {key} has the key {pattern!r}, which is invalid: {error}") from error
+
+
+def _matching(pattern: Mapping[str, float], layer: str, default: float) -> float:
+    """Return the value of the first key that matches the end of a name, as peft's `get_pattern_key` does."""
+    matches = (value for key, value in pattern.items() if re.fullmatch(rf"(.*\.)?({key})", layer))
+    return next(matches, default)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_switch(value: Any) -> bool:
+    return value is None or isinstance(value, bool)
+
+
+def _is_pattern(value: Any, fits: Callable[[Any], bool]) -> bool:
+    return value is None or (isinstance(value, dict) and all(map(fits, value.values())))
+
+
+_RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("peft_type", lambda value: value == "LORA", "only adapters of the type LORA are served"),
+    ("fan_in_fan_out", lambda value: not value, "layers with transposed weights are not served"),
+    (
+        "init_lora_weights",
+        lambda value: isinstance(value, bool | str | None) and value in _PLAIN_STARTS,
+        (
+            "training has changed the weights of the base model. Save the adapter with peft's "
+            "path_initial_model_for_weight_conversion, or merge it (merge_and_unload)"
+        ),
+    ),
+    ("bias", lambda value: value in (None, *_BIASES), f"it must be one of {', '.join(_BIASES)}"),
+    *((key, _is_switch, "it must be true or false") for key in ("use_rslora", "use_dora", "lora_bias")),
+    ("r", _is_count, "it must be an integer of at least 1"),
+    ("lora_alpha", _is_number, "it must be a number"),
+    ("rank_pattern", partial(_is_pattern, fits=_is_count), "it must map names of layers to ranks"),
+    ("alpha_pattern", partial(_is_pattern, fits=_is_number), "it must map names of layers to numbers"),
+)
+"""Keys, checks of their values, and what to do if a value fails its check."""

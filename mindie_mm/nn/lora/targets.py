@@ -1,0 +1,123 @@
+"""The layers of a loaded model that LoRA adapters may change, by their names in transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from mindie_mm.device import QuantizedLinear
+from mindie_mm.nn.decoder_layer import DecoderLayer
+
+_NO_PREFIXES = ("", "model.")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Target:
+    """A linear layer or an embedding. A joined layer computes several of them."""
+
+    module: nn.Module
+    start: int
+    """First output of the layer among the outputs of `module`."""
+    stop: int
+    num_inputs: int
+    """Number of inputs of a linear layer, or of ids of an embedding."""
+    is_embedding: bool
+    in_text: bool
+    """Whether the layer belongs to the text model or is the output layer, instead of a tower or projector."""
+
+    @property
+    def num_outputs(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape of the weight."""
+        return (self.num_inputs, self.num_outputs) if self.is_embedding else (self.num_outputs, self.num_inputs)
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight, [outputs, inputs]."""
+        weight: Tensor = cast("Any", self.module).weight
+        return weight[self.start : self.stop]
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias, [outputs], or None."""
+        bias: Tensor | None = cast("Any", self.module).bias
+        return None if bias is None else bias[self.start : self.stop]
+
+
+class Targets:
+    """All targets of a model, and the names that adapters have for them."""
+
+    def __init__(self, module: Any, text_modules: Collection[nn.Module]) -> None:
+        """Collect the targets.
+
+        Args:
+            module: The whole model, a PreTrainedModel whose layers have been prepared.
+            text_modules: Modules that compute text. Their rows are the tokens of a flat batch.
+
+        """
+        head, embeddings = module.get_output_embeddings(), module.get_input_embeddings()
+        in_text = {part for one in (*text_modules, head) if one is not None for part in one.modules()}
+        self.by_name = {
+            name: Target(part, start, stop, inputs, isinstance(part, nn.Embedding), part in in_text)
+            for name, part, start, stop, inputs in _layers(module, embeddings)
+        }
+        self.experts = [name for name, _ in module.named_modules() if name.endswith(".experts")]
+        """Names of experts. An adapter of one of them is refused, because experts compute other rows than tokens."""
+        self._renamings = _renamings(module)
+
+    def find(self, name: str) -> Target | None:
+        """Return the target that an adapter changes under `name`, or None.
+
+        An adapter may have been trained with an older transformers release, whose names the current release translates.
+        """
+        for candidate in (name, self._renamed(name)):
+            for prefix in _NO_PREFIXES:
+                for one in (prefix + candidate, candidate.removeprefix(prefix)):
+                    if one in self.by_name:
+                        return self.by_name[one]
+        return None
+
+    def _renamed(self, name: str) -> str:
+        key = f"{name}.weight"
+        for renaming in self._renamings:
+            key, _ = renaming.rename_source_key(key)
+        return key.removesuffix(".weight")
+
+
+def _layers(module: nn.Module, embeddings: nn.Module) -> Iterator[tuple[str, nn.Module, int, int, int]]:
+    """Yield the name, the module, the range of outputs and the number of inputs of each target."""
+    joined: set[nn.Module] = set()
+    for path, part in module.named_modules():
+        if isinstance(part, DecoderLayer):
+            for name, layer, start, stop in part.projections():
+                joined.add(layer)
+                yield f"{path}.{name}", layer, start, stop, _shape(layer)[1]
+    for path, part in module.named_modules():
+        if part in joined or ".experts." in path:
+            continue
+        name = path.replace(".mixture.", ".mlp.")  # `DecoderLayer` has its experts under another name
+        if part is embeddings and isinstance(part, nn.Embedding):
+            yield name, part, 0, part.embedding_dim, part.num_embeddings
+        elif type(part) is nn.Linear or isinstance(part, QuantizedLinear):
+            outputs, inputs = _shape(part)
+            yield name, part, 0, outputs, inputs
+
+
+def _shape(linear: Any) -> tuple[int, int]:
+    """Return the number of outputs and inputs of a linear layer."""
+    outputs, inputs = linear.shape if isinstance(linear, QuantizedLinear) else linear.weight.shape
+    return outputs, inputs
+
+
+def _renamings(module: Any) -> list[Any]:
+    """Return the transformers renamings of published weights, without those that combine several weights."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming
+
+    return [one for one in get_model_conversion_mapping(module) if isinstance(one, WeightRenaming)]

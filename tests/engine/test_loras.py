@@ -1,0 +1,249 @@
+"""Tests of LoRA adapters in engines and in `LLM`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+from contextlib import aclosing
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from PIL import Image
+
+from mindie_mm import LLM, BeamSearchParams, SamplingParams
+from mindie_mm.engine.core import Engine
+from mindie_mm.errors import InputError, ModelNotFound, OperationalError
+from mindie_mm.models import load_model
+from mindie_mm.nn.checkpoint.directory import EMBEDDED
+from mindie_mm.settings.config import EngineConfig, WorkerConfig
+from mindie_mm.worker.deltas import Answer
+from mindie_mm.worker.worker import Worker
+from tests.lora_samples import assert_close, linear_names, merge, scored, write_adapter
+from tests.models.contract import picture
+
+pytestmark = pytest.mark.usefixtures("copied_workers")
+
+CPU = EngineConfig(device="cpu", dtype="float32", max_lora_rank=8)
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+IDS = [*range(100, 160)]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    """Return the folders of four adapters of the embedded checkpoint. The first changes towers, too."""
+    plain = load_model(None, "cpu", "float32", prepares=False)
+    names = linear_names(plain.module)
+    text = [name for name in names if "language_model" in name]
+    path = tmp_path_factory.mktemp("loras")
+    return {
+        "everything": write_adapter(path / "everything", plain.module, names),
+        **{f"text {seed}": write_adapter(path / str(seed), plain.module, text, seed=seed) for seed in (1, 2, 3)},
+    }
+
+
+@pytest.fixture(scope="module")
+def expected(folders) -> dict[str | None, list[int]]:
+    """Return the tokens after `IDS` of models with merged weights, by the name of the adapter."""
+    found = {}
+    for name, folder in {None: None, **folders}.items():
+        model = load_model(None, "cpu", "float32", prepares=False)
+        if folder is not None:
+            merge(model.module, folder)
+        ((found[name], _),) = scored(Engine(model, CPU, 2**24), [(torch.tensor(IDS), None)], max_tokens=8)
+    assert len({tuple(tokens) for tokens in found.values()}) == 5
+    return found
+
+
+@pytest.fixture(scope="module")
+def llm(folders):
+    with LLM(config=WorkerConfig(engine=CPU), loras=folders) as llm:
+        yield llm
+
+
+def test_requests_with_several_adapters_and_none_share_a_batch(llm, folders, expected):
+    names = [*folders, None, "text 1", None]
+    outputs = llm.generate([IDS] * len(names), GREEDY, lora=names)
+    assert [output.token_ids for output in outputs] == [expected[name] for name in names]
+
+
+@pytest.mark.parametrize("name", [None, "everything", "text 2"])
+def test_the_adapter_of_the_parameters_or_of_the_call_applies(name, llm, expected):
+    in_params = llm.generate(IDS, msgspec.structs.replace(GREEDY, lora=name))
+    assert in_params[0].token_ids == llm.generate(IDS, GREEDY, lora=name)[0].token_ids == expected[name]
+    streamed = [token for part in llm.stream(IDS, GREEDY, lora=name) for token in part.token_ids]
+    (beams,) = llm.beam_search(IDS, BeamSearchParams(beam_width=1, max_tokens=8, ignore_eos=True), lora=name)
+    assert streamed == beams.sequences[0].tokens == expected[name]
+
+
+def test_a_picture_is_encoded_once_for_each_adapter_of_the_tower(llm):
+    prompt = [{"image": Image.fromarray(picture(60, 90))}, {"text": "What?"}]
+    names = [None, "everything", "text 1", "text 2"]
+    alone = [llm.generate([prompt], GREEDY, lora=name)[0].token_ids for name in names]
+    together = llm.generate([prompt] * 8, GREEDY, lora=names * 2)
+    assert [output.token_ids for output in together] == alone * 2
+    assert llm.chat([{"role": "user", "content": "Hi"}], GREEDY, lora="text 3").token_ids
+
+
+def test_the_prefix_cache_separates_adapters(llm):
+    ids = [*range(200, 264)]
+    cached = [llm.generate(ids, GREEDY, lora=name)[0].cached_tokens for name in (None, "text 1", "text 2", "text 1")]
+    assert cached[:3] == [0, 0, 0]
+    assert cached[3] >= 48
+
+
+def test_unknown_names_and_wrong_arguments_are_refused(llm):
+    with pytest.raises(ModelNotFound, match="the LoRA adapter 'sql' does not exist; those loaded are 'everything'"):
+        llm.generate("Hi", GREEDY, lora="sql")
+    with pytest.raises(InputError, match="lora has 1 names for 2 inputs"):
+        llm.generate(["Hi", "Ho"], GREEDY, lora=["text 1"])
+    with pytest.raises(InputError, match="it must be the name of an adapter, or a list"):
+        llm.generate("Hi", GREEDY, lora=3)
+    with pytest.raises(InputError, match="as an element; it must be the name of an adapter or None"):
+        llm.generate("Hi", GREEDY, lora=[3])
+
+
+@pytest.mark.parametrize(
+    ("loras", "message"),
+    [
+        (["a"], "it must be a dict"),
+        ({"": "/tmp"}, "must have 1 to 256 printable characters"),
+        ({" a": "/tmp"}, "no space at its ends"),
+        ({"a=b": "/tmp"}, "no = and"),
+        ({"a\nb": "/tmp"}, "printable characters"),
+        ({"a": "/nowhere"}, "/nowhere is not a folder"),
+        ({"a": EMBEDDED}, "is a checkpoint, not an adapter"),
+    ],
+)
+def test_wrong_adapters_are_refused_at_the_start(loras, message):
+    with pytest.raises(InputError, match=message):
+        LLM(config=WorkerConfig(engine=CPU), loras=loras)
+
+
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        (("sql",), "lora is 'sql'; it must be NAME=FOLDER, such as sql="),
+        (("sql=",), "it must be NAME=FOLDER"),
+        (("sql=/a", "sql=/b"), "lora gives the name 'sql' twice"),
+    ],
+)
+def test_settings_of_adapters_are_checked(lora, message):
+    with pytest.raises(InputError, match=message):
+        WorkerConfig(lora=lora)
+
+
+def test_more_adapters_than_places_take_turns_and_others_need_not_wait(folders, expected):
+    model = load_model(None, "cpu", "float32")
+    loras = model.enable_loras(1, 8)
+    adapters = {name: loras.read(folder) for name, folder in folders.items()}
+    loras.known = {adapter.key: adapter for adapter in adapters.values()}
+    engine = Engine(model, EngineConfig(max_loras=1), 2**24)
+    names = [*folders, None, *folders, None]
+    requests = [(torch.tensor(IDS), None if name is None else adapters[name].key) for name in names]
+    found = scored(engine, requests, max_tokens=8)
+    assert [tokens for tokens, _ in found] == [expected[name] for name in names]
+    assert loras.num_placed == 1
+    assert_close(found[:4], found[5:9])
+
+
+@pytest.mark.slow
+def test_memory_is_reserved_for_adapters(folders):
+    async def step_bytes(lora: tuple[str, ...], max_loras: int) -> int:
+        engine = EngineConfig(device="cpu", dtype="float32", max_lora_rank=8, max_loras=max_loras)
+        async with await Worker.start(WorkerConfig(engine=engine, lora=lora), in_process=True) as worker:
+            return worker.engine.info.step_bytes
+
+    async def measured() -> list[int]:
+        lora = (f"a={folders['everything']}",)
+        return [await step_bytes((), 4), await step_bytes(lora, 1), await step_bytes(lora, 3)]
+
+    without, one, three = asyncio.run(measured())
+    assert three - one == 2 * (one - without) > 0
+
+
+@pytest.fixture
+async def worker(folders, tmp_path):
+    copies = {name: shutil.copytree(folder, tmp_path / name) for name, folder in folders.items()}
+    lora = tuple(f"{name}={copies[name]}" for name in ("everything", "text 1"))
+    async with await Worker.start(WorkerConfig(engine=CPU, lora=lora), in_process=True) as worker:
+        await worker.loras.load("text 2", copies["text 2"])
+        yield worker
+
+
+async def tokens_of(worker: Worker, name: str | None) -> list[int]:
+    params = msgspec.structs.replace(GREEDY, lora=name)
+    return (await Answer.of(worker.answer(torch.tensor(IDS), params, f"request {name}"))).token_ids
+
+
+async def test_adapters_survive_the_death_of_the_engine(worker, expected, folders, tmp_path):
+    names = ("everything", "text 1", "text 2", None)
+    os.kill(worker.engine.pid, signal.SIGKILL)
+    assert [await tokens_of(worker, name) for name in names] == [expected[name] for name in names]
+    params = msgspec.structs.replace(GREEDY, lora="text 2", max_tokens=40)
+    answer = Answer()
+    async with aclosing(worker.answer(torch.tensor(IDS), params, "disturbed")) as deltas:
+        async for delta in deltas:
+            answer.add(delta)
+            if len(answer.token_ids) == 4:
+                os.kill(worker.engine.pid, signal.SIGKILL)
+    assert answer.token_ids[:8] == expected["text 2"]
+    assert len(answer.token_ids) == 40
+    shutil.rmtree(tmp_path / "text 1")  # other files in place of those that were loaded
+    shutil.copytree(folders["text 3"], tmp_path / "text 1")
+    os.kill(worker.engine.pid, signal.SIGKILL)
+    with pytest.raises(OperationalError, match="its files have changed; unload it, and load it again"):
+        await tokens_of(worker, "text 1")
+    assert await tokens_of(worker, "text 2") == expected["text 2"]
+    await worker.loras.unload("text 1")
+    await worker.loras.load("text 1", tmp_path / "text 1")
+    assert await tokens_of(worker, "text 1") == expected["text 3"]
+
+
+async def test_an_adapter_that_is_unloaded_finishes_its_requests(worker, expected, tmp_path):
+    begun, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def answer() -> list[int]:
+        found = Answer()
+        params = msgspec.structs.replace(GREEDY, lora="text 1")
+        async with aclosing(worker.answer(torch.tensor(IDS), params, "long")) as deltas:
+            async for delta in deltas:
+                found.add(delta)
+                begun.set()
+                await goes_on.wait()
+        return found.token_ids
+
+    running = asyncio.create_task(answer())
+    await begun.wait()
+    await worker.loras.unload("text 1")
+    with pytest.raises(ModelNotFound):
+        await tokens_of(worker, "text 1")
+    os.kill(worker.engine.pid, signal.SIGKILL)  # the next engine must know the adapter, although it has no name
+    goes_on.set()
+    assert await running == expected["text 1"]
+    await worker.loras.load("text 1", tmp_path / "text 2")
+    assert await tokens_of(worker, "text 1") == expected["text 2"]
+
+
+async def test_loading_and_unloading_lose_no_request(worker, expected, tmp_path):
+    async def many(name: str | None) -> list[list[int]]:
+        params = msgspec.structs.replace(GREEDY, lora=name)
+        answers = [worker.answer(torch.tensor(IDS), params, f"{name} {number}") for number in range(4)]
+        return [(await Answer.of(answer)).token_ids for answer in answers]
+
+    asked = [asyncio.create_task(many(name)) for name in ("everything", "text 1", None)]
+    for _ in range(3):
+        await worker.loras.load("again", tmp_path / "text 3")
+        assert await tokens_of(worker, "again") == expected["text 3"]
+        await worker.loras.unload("again")
+    assert [await one for one in asked] == [[expected[name]] * 4 for name in ("everything", "text 1", None)]
+    with pytest.raises(InputError, match="The lora adapter 'text 1' has already been loaded"):
+        await worker.loras.load("text 1", tmp_path / "text 3")
+    with pytest.raises(InputError, match="is not a folder"):
+        await worker.loras.load("new", tmp_path / "nowhere")
+    assert "new" not in worker.loras
+    with pytest.raises(ModelNotFound):
+        await worker.loras.unload("new")

@@ -1,0 +1,279 @@
+"""Tests of LoRA adapters: their files, and their formulas against merged weights."""
+
+import json
+import os
+import pickle
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mindie_mm.errors import InputError, LimitExceeded, UnsupportedCheckpoint
+from mindie_mm.models import load_model
+from mindie_mm.nn.lora.adapter_config import read_config
+from tests.lora_samples import linear_names, merge, write_adapter
+
+IDS = torch.arange(40, 90)
+LAYERS = "model.language_model.layers"
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+@pytest.fixture(scope="module")
+def plain(random_checkpoint):
+    """Return the unprepared model, which has the names of transformers."""
+    return load_model(random_checkpoint, "cpu", "float32", prepares=False).module
+
+
+@pytest.fixture(scope="module")
+def model(random_checkpoint):
+    model = load_model(random_checkpoint, "cpu", "float32")
+    model.enable_loras(2, 8)
+    return model
+
+
+@pytest.fixture(scope="module")
+def attention(plain):
+    return [name for name in linear_names(plain) if name.startswith(LAYERS) and name.endswith(PROJECTIONS)]
+
+
+@pytest.fixture
+def adapter(tmp_path, plain, attention):
+    """Return the folder of an adapter, which a test may damage."""
+    return write_adapter(tmp_path / "adapter", plain, attention)
+
+
+def logits(model, folder):
+    adapter = model.loras.read(folder)
+    with model.adapted([(adapter, len(IDS))]):
+        return model.logits(IDS)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"rank_pattern": {"q_proj": 5, r"layers\.1\.self_attn\.v_proj": 2}},
+        {"alpha_pattern": {"o_proj": 1, "k_proj": 20.5}, "rank_pattern": {"^model.*k_proj": 4}},
+        {"use_rslora": True, "rank": 7},
+        {"use_dora": True},
+        {"use_dora": True, "use_rslora": True, "bias": "lora_only", "biases": ("q_proj",)},
+        {"lora_bias": True},
+        {"bias": "all", "biases": ("q_proj", "k_proj", "v_proj")},
+        {"modules_to_save": ["lm_head"], "whole": ("lm_head",)},
+        {"modules_to_save": ["embed_tokens"], "whole": ("model.language_model.embed_tokens",)},
+        {"modules_to_save": ["embed_tokens", "lm_head"], "whole": ("lm_head", "model.language_model.embed_tokens")},
+        {"modules_to_save": ["down_proj"], "whole": (f"{LAYERS}.0.mlp.down_proj",)},
+    ],
+    ids=str,
+)
+def test_the_logits_equal_those_of_merged_weights(config, random_checkpoint, model, plain, attention, tmp_path):
+    biases = [name for name in attention if name.endswith(config.get("biases", ()) or "-")]
+    folder = write_adapter(tmp_path / "adapter", plain, attention, **{**config, "biases": biases})
+    merged = load_model(random_checkpoint, "cpu", "float32", prepares=False)
+    without = merged.logits(IDS)
+    merge(merged.module, folder)
+    expected = merged.logits(IDS)
+    found = logits(model, folder)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert (expected - without).abs().max() > 0.1
+    torch.testing.assert_close(model.logits(IDS), without, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "rename",
+    [
+        ((r"^model\.language_model\.", "model."),),
+        ((r"^model\.language_model\.", "language_model.model."),),
+        ((r"^model\.", ""),),
+    ],
+    ids=str,
+)
+def test_names_of_older_releases_of_transformers_are_translated(rename, model, plain, attention, adapter, tmp_path):
+    old = write_adapter(tmp_path / "old", plain, attention, rename=rename)
+    assert torch.equal(logits(model, old), logits(model, adapter))
+
+
+def test_equal_files_have_equal_keys(model, plain, attention, adapter, tmp_path):
+    same = write_adapter(tmp_path / "same", plain, attention)
+    other = write_adapter(tmp_path / "other", plain, attention, seed=1)
+    keys = [model.loras.read(folder).key for folder in (adapter, same, other)]
+    assert keys[0] == keys[1] != keys[2]
+
+
+def test_the_least_recently_used_adapter_leaves_the_device_and_comes_back(model, plain, attention, tmp_path):
+    folders = [write_adapter(tmp_path / str(seed), plain, attention, seed=seed) for seed in range(3)]
+    first = [logits(model, folder) for folder in folders]
+    adapters = [model.loras.read(folder) for folder in folders]
+
+    def run(number):
+        with model.adapted([(adapters[number], len(IDS))]):
+            return model.logits(IDS)
+
+    for number in (0, 1, 0, 2, 1):
+        assert torch.equal(run(number), first[number])
+        assert model.loras.num_placed <= 2
+    assert adapters[2] in model.loras._placed
+    assert adapters[0] not in model.loras._placed
+
+
+def test_a_folder_that_is_no_adapter_is_refused_with_what_to_do(model, random_checkpoint, adapter, tmp_path):
+    def refused(folder, error, message):
+        with pytest.raises(error, match=message):
+            model.loras.read(folder)
+
+    refused(tmp_path / "nowhere", InputError, "is not a folder; give the folder of a LoRA adapter")
+    refused(random_checkpoint, InputError, "is a checkpoint, not an adapter")
+    refused(tmp_path, InputError, "has no adapter_config.json")
+    (adapter / "adapter_model.safetensors").unlink()
+    refused(adapter, UnsupportedCheckpoint, "the file adapter_model.safetensors is missing")
+
+
+class Bomb:
+    """An object whose unpickling would create a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("name", ["adapter_model.bin", "adapter_model.pt"])
+def test_a_pickle_is_refused_and_not_read(name, model, adapter, tmp_path):
+    (adapter / "adapter_model.safetensors").unlink()
+    (adapter / name).write_bytes(pickle.dumps(Bomb(tmp_path / "ran")))
+    with pytest.raises(UnsupportedCheckpoint, match=f"{name}, a pickle, which could run code and is not read"):
+        model.loras.read(adapter)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\x08\0\0\0\0\0\0\0{}", b"\xff" * 64, pickle.dumps({"a": 1})],
+    ids=["empty", "cut", "noise", "pickle"],
+)
+def test_damaged_weights_are_refused(content, model, adapter):
+    (adapter / "adapter_model.safetensors").write_bytes(content)
+    with pytest.raises(UnsupportedCheckpoint, match=r"cannot be read|contains no tensor"):
+        model.loras.read(adapter)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"peft_type": "IA3"}, "peft_type is 'IA3'; only adapters of the type LORA"),
+        ({"peft_type": None}, "peft_type is None"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out is True"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'; training has changed"),
+        ({"init_lora_weights": ["pissa"]}, "init_lora_weights is"),
+        ({"bias": "some"}, "bias is 'some'; it must be one of none, all, lora_only"),
+        ({"use_dora": "yes"}, "use_dora is 'yes'; it must be true or false"),
+        ({"r": 0}, "r is 0; it must be an integer of at least 1"),
+        ({"r": True}, "r is True"),
+        ({"r": 2.5}, "r is 2.5"),
+        ({"lora_alpha": "16"}, "lora_alpha is '16'; it must be a number"),
+        ({"lora_alpha": 1e999}, "lora_alpha is inf"),
+        ({"rank_pattern": ["q_proj"]}, "rank_pattern is"),
+        ({"rank_pattern": {"q_proj": 0}}, "rank_pattern is"),
+        ({"alpha_pattern": {"(a+)+b": 3}}, "no repeated group"),
+        ({"alpha_pattern": {"[": 3}}, "which is invalid"),
+        ({"alpha_pattern": {"q" * 600: 3}}, "at most 500 characters"),
+        ({"use_qalora": True}, "use_qalora is True, which is not served; merge the adapter"),
+        ({"layer_replication": [[0, 2]]}, "layer_replication is"),
+        ({"target_parameters": ["experts.down_proj"]}, "target_parameters is"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices is"),
+        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens is"),
+        ({"setting_of_next_year": {"a": 1}}, "setting_of_next_year is {'a': 1}, which is not served"),
+    ],
+    ids=str,
+)
+def test_settings_that_are_not_served_are_named(change, message, model, adapter):
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(UnsupportedCheckpoint, match=re.escape(message)):
+        model.loras.read(adapter)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", "1" * 2**21, "[" * 100_000], ids=["empty", "list", "cut", "big", "deep"]
+)
+def test_settings_that_are_not_an_object_are_refused(text, model, adapter):
+    (adapter / "adapter_config.json").write_text(text)
+    with pytest.raises(UnsupportedCheckpoint, match=r"is not JSON|must be an object|the limit is"):
+        model.loras.read(adapter)
+
+
+def changed(folder, change):
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+
+
+Q = f"base_model.model.{LAYERS}.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda own: own.update({f"{Q}.lora_A.weight": torch.zeros(3, 99)}), r"has shape \[3, 99\] instead of \[3, "),
+        (
+            lambda own: own.update({f"{Q}.lora_B.weight": torch.zeros(99, 3)}),
+            r"\[99, 3\].*Serve the adapter with its own",
+        ),
+        (lambda own: own.update({f"{Q}.lora_A.weight": torch.zeros(3)}), r"has shape \[3\]"),
+        (lambda own: own.update({f"{Q}.lora_A.weight": torch.zeros(())}), r"has shape \[\]"),
+        (lambda own: own.pop(f"{Q}.lora_B.weight"), "lora_A or lora_B is missing"),
+        (lambda own: own.pop(f"{Q}.lora_A.weight"), "lora_A or lora_B is missing"),
+        (lambda own: own.update({"base_model.model.h.0.c_attn.lora_A.weight": torch.zeros(3, 8)}), "no linear layer"),
+        (lambda own: own.update({f"{LAYERS}.0.mlp.experts.lora_A.weight": torch.zeros(3, 8)}), "an expert"),
+        (lambda own: own.update({f"{Q}.lora_embedding_A": torch.zeros(3, 8)}), "is not served; only changes"),
+        (lambda own: own.update({f"{LAYERS}.0.input_layernorm.weight": torch.zeros(8)}), "no linear layer"),
+        (lambda own: own.update({f"{Q}.lora_magnitude_vector": torch.ones(8)}), "magnitude without use_dora"),
+        (lambda own: own.update({f"{Q}.weight": torch.zeros(8, 8)}), "both changed and replaced"),
+        (lambda own: own.update({f"{Q}.base_layer.bias": torch.zeros(8), f"{Q}.bias": torch.zeros(8)}), "given twice"),
+        (lambda own: own.update({f"{Q}.lora_A.weight": own[f"{Q}.lora_A.weight"].int()}), "must be a float type"),
+        (lambda own: own[f"{Q}.lora_A.weight"].fill_(torch.nan), "not finite; the file is damaged"),
+        (lambda own: own.clear(), "contains no tensor"),
+        (
+            lambda own: own.update({"base_model.model.lm_head.weight": torch.zeros(9, 8)}),
+            r"lm_head.weight has shape \[9, 8\] instead of",
+        ),
+    ],
+)
+def test_weights_of_another_model_are_named_with_their_shapes(change, message, model, adapter):
+    changed(adapter, change)
+    with pytest.raises(UnsupportedCheckpoint, match=message):
+        model.loras.read(adapter)
+
+
+def test_a_rank_beyond_the_limit_or_unlike_the_settings_is_refused(model, plain, attention, adapter, tmp_path):
+    large = write_adapter(tmp_path / "large", plain, attention, rank=9)
+    with pytest.raises(LimitExceeded, match=r"has rank 9; the limit is 8\. Raise max_lora_rank"):
+        model.loras.read(large)
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"r": 4}))
+    with pytest.raises(UnsupportedCheckpoint, match=r"has rank 3, but adapter_config.json states 4"):
+        model.loras.read(adapter)
+
+
+def test_an_adapter_that_is_larger_than_the_reserved_memory_is_refused(random_checkpoint, plain, attention, tmp_path):
+    model = load_model(random_checkpoint, "cpu", "float32")
+    loras = model.enable_loras(2, 3)
+    reserved = loras.reserve()
+    small = loras.read(write_adapter(tmp_path / "small", plain, attention))
+    large = loras.read(write_adapter(tmp_path / "large", plain, attention, whole=["lm_head"]))
+    loras.require_fitting(small)
+    with pytest.raises(LimitExceeded, match="raise max_lora_rank, or give the adapter at the start"):
+        loras.require_fitting(large)
+    loras.known[large.key] = large
+    assert loras.reserve() == 2 * large.num_values() * 4 > reserved
+    loras.require_fitting(large)
+
+
+@pytest.mark.parametrize("name", ["llava15", "qwen3_vl_8b"])
+def test_settings_of_published_adapters_are_served(name):
+    config, _ = read_config(Path(__file__).parents[1] / "cases" / "loras" / name)
+    assert (config.rank, config.scaling_of("model.layers.0.self_attn.q_proj")) == (16, 2)
