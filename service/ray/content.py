@@ -119,9 +119,9 @@ def route_of(body: bytes, owner: bytes = b"", loras: Collection[str] = ()) -> Ro
     """Return the content of the request with the JSON `body`, or of nothing if the body is not a valid request.
 
     Equal media and equal beginnings of prompts have equal keys if the requests have the same `cache_salt`, because
-    other requests do not share a worker's caches. The same is true for the LoRA adapter: `loras` are the names of the
-    adapters, and the request has one if `model` is one of them. A media item with a `uuid` is named by this uuid and `owner`, the
-    digest of the API key, because the request may leave out the data.
+    other requests do not share a worker's caches. They must also have the same LoRA adapter: `loras` are the names of
+    adapters, one of which may be `model`. A media item with a `uuid` is named by this uuid and `owner`, the digest of
+    the API key, because the request may leave out the data.
     """
     try:
         request = msgspec.json.decode(body)

@@ -7,6 +7,7 @@ import logging
 import pickle
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI

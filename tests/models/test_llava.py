@@ -16,6 +16,8 @@ from transformers import (
 
 from mindie_mm.errors import LimitExceeded
 from mindie_mm.inputs import Media
+from mindie_mm.models import load_model
+from tests.lora_samples import linear_names, write_adapter
 from tests.models.contract import PICTURES, FamilyContract, picture, refusals
 from tests.models.references import PretrainedReference
 from tests.models.small_checkpoints import TEXT, VISION, save_json, save_model, save_tokenizer
@@ -65,6 +67,21 @@ class TestLlava(FamilyContract):
     write_checkpoint = staticmethod(write)
     reference_class = Reference
     prompts: ClassVar = PROMPTS
+
+    def test_adapters_of_older_releases_change_the_same_layers(self, path, tmp_path):
+        """The names q_proj, k_proj and v_proj, as in most adapters for LLaVA, also exist in CLIP's tower."""
+        plain, model = (load_model(path, "cpu", "float32", prepares=prepares) for prepares in (False, True))
+        loras = model.enable_loras(2, 8)
+        names = [name for name in linear_names(plain.module) if name.endswith(("q_proj", "k_proj", "v_proj", "o_proj"))]
+        old = (r"^model\.language_model\.", "language_model.model."), (r"^model\.vision_tower\.", "vision_tower.")
+        folders = [
+            write_adapter(tmp_path / str(number), plain.module, names, rename=rename)
+            for number, rename in enumerate([(), old])
+        ]
+        one, two = ({id(change.target): change for change in loras.read(folder).changes} for folder in folders)
+        assert len(one) == len(names)
+        assert one.keys() == two.keys()
+        assert {change.target.in_text for change in one.values()} == {True, False}
 
     @pytest.mark.parametrize(
         ("settings", "pixels", "stated"),

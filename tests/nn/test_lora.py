@@ -85,7 +85,6 @@ def test_the_logits_equal_those_of_merged_weights(config, random_checkpoint, mod
     "rename",
     [
         ((r"^model\.language_model\.", "model."),),
-        ((r"^model\.language_model\.", "language_model.model."),),
         ((r"^model\.", ""),),
     ],
     ids=str,
