@@ -96,10 +96,12 @@ class LoraNames:
         self._forget_unused()
 
     @contextmanager
-    def use(self, name: str | None) -> Iterator[str | None]:
+    def use(self, name: str | None, *, continues: bool = False) -> Iterator[str | None]:
         """Keep an adapter loaded inside the context. Yield its key, or None for no adapter.
 
-        A request that uses an adapter may use it again after the adapter was unloaded.
+        Args:
+            name: Name of the adapter, or None.
+            continues: Whether the request already uses the adapter, which may have been unloaded since.
 
         Raises:
             ModelNotFound: There is no adapter of this name.
@@ -108,7 +110,7 @@ class LoraNames:
         if name is None:
             yield None
             return
-        leaving = None if name in self._by_name else self._leaving.get(name)
+        leaving = self._leaving.get(name) if continues and name not in self._by_name else None
         key = (leaving or self.get(name)).key
         self._uses[key] += 1
         try:

@@ -353,7 +353,7 @@ class Worker:
         def begin() -> Callable[[Progress], Delta | None]:
             return OutputText(self.tokenizer, params, silent, stop_scope).read
 
-        with self.loras.use(params.lora) as key:
+        with self.loras.use(params.lora, continues=True) as key:
             of_engine = msgspec.structs.replace(params, lora=key)
             parts = generated(self.engine, source, of_engine, request_id, begin, written, discard)
             async with aclosing(parts) as deltas:

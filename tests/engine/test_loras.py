@@ -176,7 +176,7 @@ async def worker(folders, tmp_path):
 
 async def tokens_of(worker: Worker, name: str | None) -> list[int]:
     params = msgspec.structs.replace(GREEDY, lora=name)
-    return (await Answer.of(worker.answer(torch.tensor(IDS), params, f"request {name}"))).token_ids
+    return (await worker.whole_answer(torch.tensor(IDS), params, f"request {name}")).token_ids
 
 
 async def test_adapters_survive_the_death_of_the_engine(worker, expected, folders, tmp_path):
@@ -231,8 +231,8 @@ async def test_an_adapter_that_is_unloaded_finishes_its_requests(worker, expecte
 async def test_loading_and_unloading_lose_no_request(worker, expected, tmp_path):
     async def many(name: str | None) -> list[list[int]]:
         params = msgspec.structs.replace(GREEDY, lora=name)
-        answers = [worker.answer(torch.tensor(IDS), params, f"{name} {number}") for number in range(4)]
-        return [(await Answer.of(answer)).token_ids for answer in answers]
+        answers = [worker.whole_answer(torch.tensor(IDS), params, f"{name} {number}") for number in range(4)]
+        return [answer.token_ids for answer in await asyncio.gather(*answers)]
 
     asked = [asyncio.create_task(many(name)) for name in ("everything", "text 1", None)]
     for _ in range(3):
