@@ -70,6 +70,12 @@ class NoEngine:
     async def wait_until_up(self, *_: Any) -> None:
         raise _refusal()
 
+    async def load_lora(self, *_: Any) -> NoReturn:
+        raise _refusal()
+
+    def unload_lora(self, *_: Any) -> NoReturn:
+        raise _refusal()
+
     def generate(self, *_: Any) -> AsyncGenerator[Progress, None]:
         raise _refusal()
 
