@@ -28,6 +28,7 @@ def names() -> dict[str, int]:
     [
         *("/v1/completions", "/infer", "/v1/chat/completions", "/tokenize", "/detokenize"),
         *("/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
+        *("/v1/embeddings", "/rerank", "/score", "/v1/batches"),
     ],
 )
 @pytest.mark.parametrize("values", ["1,", "[1],", "{},"])

@@ -18,6 +18,7 @@ PAGE = (DOCS / "api.md").read_text()
 ANSWERS: dict[str, Callable[[Any], object]] = {
     "/v1/chat/completions": lambda answer: answer["choices"][0]["message"]["content"],
     "/v1/completions": lambda answer: answer["choices"][0]["text"],
+    "/v1/messages": lambda answer: answer["content"][0]["text"],
     "/infer": lambda answer: answer["generated_text"] and answer["details"],
     "/tokenize": lambda answer: answer["tokens"] and answer["token_strs"],
     "/detokenize": lambda answer: answer["prompt"],
@@ -51,7 +52,7 @@ def test_each_curl_request_is_answered(http: Any, red_square: str, path: str, bo
 
 def test_every_endpoint_has_a_curl_request() -> None:
     assert {path for path, _ in CALLS} == set(ANSWERS)
-    assert len(CALLS) == 6
+    assert len(CALLS) == 7
 
 
 @pytest.mark.parametrize(
@@ -111,8 +112,19 @@ def test_the_tokenize_example_is_reversible(http: Any) -> None:
     assert http.post("/detokenize", json={"tokens": ids}).json() == {"prompt": "What colour"}
 
 
-@pytest.mark.parametrize("title", ["/v1/files", "/v1/batches"])
-def test_the_examples_of_files_and_batches_run(
+def test_the_examples_of_embeddings_and_scores_are_answered(http: Any, red_square: str) -> None:
+    bodies = re.findall(r"^    (\{.*\})$", section("POST /v1/embeddings"), re.MULTILINE)
+    calls = [("/v1/embeddings", body.replace("data:image/png;base64,...", red_square)) for body in bodies]
+    calls += re.findall(r"^    POST (\S+) (\{.*\})$", section("POST /rerank, /score"), re.MULTILINE)
+    assert [path for path, _ in calls] == ["/v1/embeddings"] * 3 + ["/rerank", "/score"]
+    for path, body in calls:
+        answer = http.post(path, json=json.loads(body))
+        assert answer.status_code == 200, answer.text
+        assert answer.json().get("data") or answer.json()["results"]
+
+
+@pytest.mark.parametrize("title", ["/v1/responses", "/v1/files", "/v1/batches"])
+def test_the_examples_of_clients_run(
     http: Any, title: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("time.sleep", lambda _: None)
@@ -120,7 +132,10 @@ def test_the_examples_of_files_and_batches_run(
     names = run(source.replace("http://127.0.0.1:8000", str(http.base_url).rstrip("/")), {})
     names["client"].close()
     printed = capsys.readouterr().out.splitlines()
-    if title == "/v1/files":
+    if title == "/v1/responses":
+        assert len(printed) == 1
+        assert printed[0]
+    elif title == "/v1/files":
         assert "A red circle." in printed[0]
         assert "note.txt" in printed[-2]
         assert printed[-1] == "True"

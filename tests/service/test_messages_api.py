@@ -19,7 +19,8 @@ CALL = {"type": "tool_use", "id": "toolu_1", "name": "get_weather", "input": {"c
 
 def ask(http: httpx2.Client, messages: list[Any], **changes: Any) -> dict[str, Any]:
     given = {"model": "tiny", "max_tokens": 30, "messages": messages, "temperature": 0} | changes
-    answer = http.post("/v1/messages", json=given)
+    headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "tools-2024-04-04"}
+    answer = http.post("/v1/messages", json=given, headers=headers)
     assert answer.status_code == 200, answer.text
     return dict(answer.json())
 
@@ -205,6 +206,27 @@ def prompt(http: httpx2.Client, path: str, body: Any) -> int:
     ],
 )
 def test_messages_become_those_of_a_chat(http: httpx2.Client, theirs: list[Any], ours: list[Any]) -> None:
+    assert prompt(http, "/v1/messages/count_tokens", {"model": "tiny", "messages": theirs}) == prompt(
+        http, "/tokenize", {"messages": ours}
+    )
+
+
+def test_images_of_urls_and_of_results_are_those_of_a_chat(http: httpx2.Client, red_square: str) -> None:
+    source = {"type": "url", "url": red_square}
+    image = {"type": "image", "source": source, "cache_control": {"type": "ephemeral"}}
+    content = [{"type": "text", "text": "a"}, image]
+    theirs = [
+        {"role": "user", "content": content},
+        {"role": "assistant", "content": [CALL]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "toolu_1", "content": content}]},
+    ]
+    parts = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": red_square}}]
+    function = {"name": "get_weather", "arguments": '{"city": "Oslo", "days": 1}'}
+    ours = [
+        {"role": "user", "content": parts},
+        {"role": "assistant", "tool_calls": [{"id": "toolu_1", "type": "function", "function": function}]},
+        {"role": "tool", "tool_call_id": "toolu_1", "content": parts},
+    ]
     assert prompt(http, "/v1/messages/count_tokens", {"model": "tiny", "messages": theirs}) == prompt(
         http, "/tokenize", {"messages": ours}
     )

@@ -1,5 +1,6 @@
 """Tests for OpenAI's Responses API."""
 
+import base64
 import json
 import re
 from contextlib import suppress
@@ -11,13 +12,17 @@ import openai
 import pytest
 
 from mindie_mm.errors import InputError, LimitExceeded, NotStored
+from mindie_mm.settings.config import ServiceConfig
 from service.request.response_store import MAX_CHAIN, ResponseStore
 from service.request.translated import Translated, text_part
 from service.responses.answer import ResponseEvents, begun
 from service.responses.body import ResponsesBody
+from tests.service.test_files import pdf_of
 from tests.service.test_messages_api import parsed
 from tests.service.test_tool_calls import WEATHER
+from tests.sound_samples import encode_sound, tone
 from tests.warm import running_service
+from tools.demo import picture
 
 TOOL = {"type": "function", "name": "get_weather", "parameters": WEATHER}
 RUN = {"type": "custom", "name": "run", "description": "Runs code."}
@@ -190,6 +195,22 @@ def test_the_answer_is_that_of_a_chat(client: openai.OpenAI, red_square: str) ->
     assert answer.usage.input_tokens == chat.usage.prompt_tokens
     with client.responses.stream(model="tiny", input=given, temperature=0) as stream:
         assert stream.get_final_response().output_text == answer.output_text
+
+
+def test_sound_and_a_file_at_a_url_are_those_of_a_chat(http: httpx2.Client) -> None:
+    sound = base64.b64encode(encode_sound(tone(1), 16_000)).decode()
+    heard = {"type": "input_audio", "input_audio": {"data": sound, "format": "wav"}}
+    pdf = pdf_of(picture("red", (220, 40, 40), "square", x=0.4))
+    page = f"data:application/pdf;base64,{base64.b64encode(pdf).decode()}"
+    parts = [heard, {"type": "input_file", "file_url": page, "filename": "a.pdf"}]
+    used = ask(http, input=[{"role": "user", "content": parts}], max_output_tokens=1)["usage"]
+    ours = [heard, {"type": "document", "document": page}]
+    counted = http.post("/tokenize", json={"messages": [{"role": "user", "content": ours}]}).json()
+    assert used["input_tokens"] == counted["count"]
+
+
+def test_max_output_tokens_is_reduced_to_the_context(http: httpx2.Client) -> None:
+    assert ask(http, max_output_tokens=128_000)["status"] == "completed"
 
 
 def test_items_of_a_turn_become_one_message(http: httpx2.Client) -> None:
@@ -434,6 +455,15 @@ def test_the_store_is_bounded_and_a_chain_outlives_its_beginning() -> None:
     aged.put(b"a", response("r"), [])
     assert aged.get(b"a", "r") is None
     assert not ResponseStore(0, 60.0, has_keys=True).is_on
+
+
+def test_without_keys_the_store_is_off_unless_it_is_asked_for() -> None:
+    assert ServiceConfig().stored_response_bytes == 0
+    assert ServiceConfig(response_store_bytes=5).stored_response_bytes == 5
+    assert ServiceConfig(api_key=("a",)).stored_response_bytes > 0
+    assert ServiceConfig(api_key=("a",), response_store_bytes=0).stored_response_bytes == 0
+    with pytest.raises(NotStored, match="this service stores no responses"):
+        ResponseStore(0, 60, has_keys=False).require(b"", "resp_0")
 
 
 def test_without_keys_the_store_is_bounded_for_all_clients_together() -> None:
