@@ -27,7 +27,19 @@ from service.http.page import PATHS as page_paths  # noqa: N811
 from tools.serving import RunningService
 
 DOCS = Path(__file__).parents[2] / "docs"
-GUIDES = ("quickstart", "serve", "python", "batch", "deploy", "operate", "monitoring", "security", "npu", "migrate")
+GUIDES = (
+    "quickstart",
+    "serve",
+    "python",
+    "batch",
+    "deploy",
+    "operate",
+    "scale",
+    "monitoring",
+    "security",
+    "npu",
+    "migrate",
+)
 PAGE = "\n".join((DOCS / f"{name}.md").read_text() for name in GUIDES)
 ALERTS = (DOCS.parent / "docker/monitoring/alerts.yaml").read_text()
 OTHERS = {
@@ -46,7 +58,17 @@ OTHERS = {
     ),
     *("--read-only", "--cap-drop", "--device", "--gpus", "--group-add", "--build-arg", "--profile", "--build"),
     *("--exclude", "--local-dir", "--set", "--from-literal", "--index-url", "--help", "--unix-socket"),
-    *("--now", "--sort", "--cpu-list", "--no-buffer", "--retry", "--retry-delay", "--retry-connrefused"),
+    *(
+        "--now",
+        "--sort",
+        "--cpu-list",
+        "--no-buffer",
+        "--retry",
+        "--retry-delay",
+        "--retry-connrefused",
+        "--silent",
+        "--filename",
+    ),
 }
 """Options of docker, kubectl, helm, hf, pip, click, curl, systemctl, tar and taskset."""
 VLLM = {
@@ -115,6 +137,12 @@ def test_the_documented_keys_file_is_valid(tmp_path: Path) -> None:
     client = Clients(ServiceConfig(api_key_file=file)).find(sha256(b"two").digest())
     assert client is not None
     assert client.name == "alice@example.org"
+
+
+def test_the_documented_scrape_configuration_has_the_address_of_the_service() -> None:
+    (text,) = fenced("yaml")
+    (job,) = yaml.safe_load(text)["scrape_configs"]
+    assert job["static_configs"] == [{"targets": [f"{ServiceConfig().host}:{ServiceConfig().port}"]}]
 
 
 def test_every_documented_option_exists() -> None:

@@ -31,6 +31,7 @@ GUIDES = (
     "quickstart",
     "index",
     "serve",
+    "scale",
     "deploy",
     "operate",
     "monitoring",
