@@ -21,6 +21,7 @@ from mindie_mm.settings.config import Replicas, WorkerConfig
 from mindie_mm.settings.limits import Count, converted
 from mindie_mm.settings.paths import is_url, local
 from mindie_mm.worker.offline import generate
+from mindie_mm.worker.one_lora import with_one_lora
 from service.request.batch_lines import BatchLines
 
 
@@ -40,6 +41,7 @@ def generate_dataset(
     dtype: str | None = None,
     weights: str | None = None,
     tensor_parallel: int | None = None,
+    lora: str | Path | None = None,
     replicas: Replicas | None = None,
     ray: str | None = None,
     progress: Style | None = None,
@@ -63,6 +65,7 @@ def generate_dataset(
         dtype: Type of weights and activations, as in `EngineConfig`.
         weights: Precision of the text layers, as in `EngineConfig`.
         tensor_parallel: Number of devices that share the model's weights.
+        lora: Folder of a LoRA adapter of the model, which computes the answers.
         replicas: Number of engines, as in `WorkerConfig`. The default with `ray` is "auto": as many as the accelerators
             of the cluster allow, or as many as there are nodes if there are none.
         ray: Address of the Ray cluster whose nodes run the engines, or "local" for a new cluster on this machine. The
@@ -115,7 +118,8 @@ def generate_dataset(
     own = Path(settings.model) if settings.model else None
     config = replace(config, model=own if model is None else local("model", model), family=settings.family or None)
     default = defaults_of(config.model, config.family, config.generation_config)
-    params = default.stating(max_tokens=max_tokens, temperature=temperature)
+    config, name = with_one_lora(config, None if lora is None else local("lora", lora))
+    params = default.stating(max_tokens=max_tokens, temperature=temperature, lora=name)
     requests = BatchLines(params, checkpoint_name(config.model or EMBEDDED))
     limit = converted("limit", limit, Count | None)
     with shown(progress) as show_rows, ExitStack() as starting:

@@ -19,6 +19,7 @@ from mindie_mm.errors import InputError, naming
 from mindie_mm.processes.interrupts import importing
 from mindie_mm.processes.progress import loading_shown, progress_shown
 from mindie_mm.settings.config import WorkerConfig
+from mindie_mm.settings.paths import absolute
 
 if TYPE_CHECKING:
     from mindie_mm.engine.requests.sampling_params import SamplingParams
@@ -49,6 +50,7 @@ _OPTIONS = (
         "--device",
         help="Device that runs the model: auto, npu, cuda, cpu, or a single device, such as cuda:1.  [default: auto]",
     ),
+    click.option("--lora", type=PATH, help="Folder of a LoRA adapter of the model, which computes the answers."),
     click.option("--tensor-parallel", type=click.IntRange(1),
                  help="Number of devices that share the model's weights.  [default: 1]"),
     click.option("--limit-mm-per-prompt", metavar="LIMITS",
@@ -72,7 +74,7 @@ def model_options(command: Command) -> Command:
 
 
 def prepared(
-    process: str, *, model: Path | None, max_tokens: int, temperature: float, **flags: Any
+    process: str, *, model: Path | None, max_tokens: int, temperature: float, lora: Path | None, **flags: Any
 ) -> tuple[WorkerConfig, SamplingParams]:
     """Return the settings of the worker and of sampling, and set up logging. No weights are loaded.
 
@@ -81,6 +83,7 @@ def prepared(
         model: Value of --model.
         max_tokens: Value of --max-tokens.
         temperature: Value of --temperature.
+        lora: Value of --lora.
         flags: Values of the other options of `model_options`.
 
     Raises:
@@ -89,20 +92,22 @@ def prepared(
     """
     with importing():
         from mindie_mm import logs
+        from mindie_mm.worker.one_lora import with_one_lora
         from mindie_mm.worker.preflight import check_before_loading
 
     settings = with_local_model(configured(model, flags))
-    check_before_loading(settings.worker)
+    config, name = with_one_lora(settings.worker, None if lora is None else absolute(lora))
+    check_before_loading(config)
     with importing():
         from mindie_mm.engine.requests.default_sampling import defaults_of
         from mindie_mm.engine.requests.sampling_params import SamplingParams
 
     SamplingParams(max_tokens=max_tokens, temperature=temperature).check(math.inf)  # needs no checkpoint
     default = defaults_of(settings.worker.model, settings.worker.family, settings.worker.generation_config)
-    params = default.stating(max_tokens=max_tokens, temperature=temperature).check(math.inf)
+    params = default.stating(max_tokens=max_tokens, temperature=temperature, lora=name).check(math.inf)
     level = settings.service.log_level if "log_level" in settings.origins else "warning"
     logs.configure(logs.LogSettings(settings.service.log_format, level), process)
-    return settings.worker, params
+    return config, params
 
 
 def items_of(given: Mapping[str, Sequence[Source]]) -> list[dict[str, Any]]:

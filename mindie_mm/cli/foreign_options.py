@@ -13,11 +13,16 @@ _OWN = {
     "--gpu-memory-utilization": "Use --memory-share, a share of the free memory instead of the total memory",
     "--mem-fraction-static": "Use --memory-share, a share of the free memory",
     "--speculative-config": "Use --num-speculative-tokens, which guesses tokens as vLLM's method ngram does",
+    "--enable-lora": "--lora NAME=FOLDER and --lora-dir FOLDER enable adapters. Leave the option out",
+    "--max-cpu-loras": "Adapters stay in the memory of the host. Leave the option out",
     "--enable-prefix-caching": "It is on by default. --no-prefix-caching turns it off",
 }
 _RENAMED = {
     "--tensor-parallel-size": "--tensor-parallel",
     "--tp-size": "--tensor-parallel",
+    "--lora-modules": "--lora NAME=FOLDER for each adapter",
+    "--lora-paths": "--lora NAME=FOLDER for each adapter",
+    "--max-loras-per-batch": "--max-loras",
     "--data-parallel-size": "--replicas",
     "--dp-size": "--replicas",
     "--block-size": "--kv-block-size",

@@ -41,6 +41,7 @@ from mindie_mm.processes.interrupts import importing
 @click.option("--dtype", help="Type of weights and activations: auto, float32, bfloat16 or float16.  [default: auto]")
 @click.option("--weights", type=click.Choice(["auto", "int8"]),
               help="Precision of the text layers: auto, or int8 on the CPU.  [default: auto]")  # fmt: skip
+@click.option("--lora", type=PATH, help="Folder of a LoRA adapter of the model, which computes the answers.")
 @click.option("--tensor-parallel", type=click.IntRange(1),
               help="Number of devices that share the model's weights.  [default: 1]")  # fmt: skip
 @click.option("--replicas", metavar="N|auto",

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText
 
 from mindie_mm.errors import InputError, LimitExceeded, UnsupportedCheckpoint
 from mindie_mm.models import load_model
@@ -276,3 +277,36 @@ def test_an_adapter_that_is_larger_than_the_reserved_memory_is_refused(random_ch
 def test_settings_of_published_adapters_are_served(name):
     config, _ = read_config(Path(__file__).parents[1] / "cases" / "loras" / name)
     assert (config.rank, config.scaling_of("model.layers.0.self_attn.q_proj")) == (16, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")  # peft warns of its own biases
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"use_dora": True, "rank_pattern": {"k_proj": 2}},
+        {"use_rslora": True, "alpha_pattern": {r"layers\.0\.self_attn\.q_proj": 3}},
+        {"modules_to_save": ["embed_tokens", "lm_head"]},
+        {"bias": "lora_only"},
+        {"lora_bias": True, "target_modules": ["q_proj", "k_proj"]},
+        {"target_modules": "all-linear"},
+    ],
+    ids=str,
+)
+def test_an_adapter_that_peft_writes_has_the_logits_of_peft(config, random_checkpoint, model, tmp_path):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    reference = AutoModelForImageTextToText.from_pretrained(random_checkpoint, dtype=torch.float32)
+    given = {"r": 4, "lora_alpha": 6, "target_modules": [*PROJECTIONS], "init_lora_weights": False} | config
+    torch.manual_seed(0)
+    adapted = peft.get_peft_model(reference, peft.LoraConfig(**given)).eval()
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if parameter.requires_grad and ("bias" in name or "magnitude" in name or "modules_to_save" in name):
+                parameter.add_(torch.rand_like(parameter) / 10)
+        adapted.save_pretrained(tmp_path / "adapter")
+        expected = adapted(input_ids=IDS[None]).logits[0]
+    file = tmp_path / "adapter" / "adapter_config.json"
+    settings = json.loads(file.read_text())
+    assert settings["init_lora_weights"] is False
+    torch.testing.assert_close(logits(model, tmp_path / "adapter"), expected, rtol=1e-4, atol=1e-4)

@@ -10,13 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load
 from torch import Tensor
 
 from mindie_mm.errors import LimitExceeded, UnsupportedCheckpoint
-from mindie_mm.nn.lora.adapter_config import WEIGHTS, AdapterConfig, read_config
+from mindie_mm.nn.lora.adapter_config import WEIGHTS, AdapterConfig, digest_of, read_config
 from mindie_mm.nn.lora.targets import Target, Targets
 
 _PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
@@ -33,7 +32,6 @@ _PARTS: Mapping[str, str] = {
     ".weight": "weight",
 }
 """Ends of the names of tensors, longest first, and the parts of a layer's change that they contain."""
-_KEY_CHARACTERS = 32
 
 
 @dataclass(slots=True)
@@ -112,8 +110,7 @@ def read_adapter(folder: Path, targets: Targets, max_rank: int) -> Adapter:
         raise UnsupportedCheckpoint(f"{file} cannot be read: {error}") from error
     reading = _Reading(folder, config, targets, max_rank)
     reading.check({name: tuple(tensor.shape) for name, tensor in tensors.items()})
-    key = blake3(stated + b"\0" + data).hexdigest()[:_KEY_CHARACTERS]
-    return Adapter(key, tuple(reading.changes(tensors)))
+    return Adapter(digest_of(stated, data), tuple(reading.changes(tensors)))
 
 
 def _weights_file(folder: Path) -> Path:

@@ -11,11 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mindie_mm.errors import InputError, UnsupportedCheckpoint
+from blake3 import blake3
+
+from mindie_mm.errors import InputError, UnsupportedCheckpoint, os_errors_as
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 _MAX_BYTES = 2**20
+_DIGEST_CHARACTERS = 32
 _IGNORED = frozenset(
     [
         "auto_mapping",
@@ -79,6 +82,11 @@ class AdapterConfig:
     base: str
     """Name of the base model, or an empty string."""
 
+    @property
+    def most_rank(self) -> int:
+        """The largest rank of a layer."""
+        return max(self.rank, *self.rank_pattern.values(), 1)
+
     def rank_of(self, layer: str) -> int:
         """Return the rank of a layer, by its name in the adapter."""
         return int(_matching(self.rank_pattern, layer, self.rank))
@@ -113,6 +121,18 @@ def read_config(folder: Path) -> tuple[AdapterConfig, bytes]:
     if not isinstance(given, dict):
         raise UnsupportedCheckpoint(f"{file} is a {type(given).__name__}; it must be an object")
     return _checked(file, given), data
+
+
+def digest_of(settings: bytes, weights: bytes) -> str:
+    """Return the digest of the contents of an adapter's files. Adapters with equal digests are equal."""
+    return blake3(settings + b"\0" + weights).hexdigest()[:_DIGEST_CHARACTERS]
+
+
+def digest_of_folder(folder: Path) -> str:
+    """Return the digest of an adapter's files. Raise the errors of `read_config`, also if the weights are missing."""
+    _, settings = read_config(folder)
+    with os_errors_as(UnsupportedCheckpoint, f"{folder / WEIGHTS} cannot be read"):
+        return digest_of(settings, (folder / WEIGHTS).read_bytes())
 
 
 def _checked(file: Path, given: Mapping[str, Any]) -> AdapterConfig:

@@ -1,0 +1,57 @@
+"""Tests of the option `--lora` of `ask` and `generate`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import mindie_mm
+from mindie_mm.errors import InputError
+from mindie_mm.models import load_model
+from mindie_mm.settings.config import EngineConfig, WorkerConfig
+from tests import warm
+from tests.cli.shell import BIN, TIMEOUT_S
+from tests.lora_samples import linear_names, write_adapter
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> list[Path]:
+    """Return the folders of two adapters of the embedded checkpoint, one of which has a high rank."""
+    plain = load_model(None, "cpu", "float32", prepares=False).module
+    names = [name for name in linear_names(plain) if "language_model" in name]
+    path = tmp_path_factory.mktemp("loras")
+    return [write_adapter(path / str(rank), plain, names, rank=rank, alpha=2 * rank, seed=rank) for rank in (3, 70)]
+
+
+def asked(*options: object) -> list[int]:
+    command = [BIN, "ask", "What?", "--max-tokens", 4, "--device", "cpu", "--json", *options]
+    tokens: list[int] = json.loads(warm.run(command, timeout=TIMEOUT_S).stdout)["token_ids"]
+    return tokens
+
+
+def test_ask_answers_with_an_adapter(folders):
+    answers = [asked(), *(asked("--lora", folder) for folder in folders)]
+    assert len({tuple(answer) for answer in answers}) == 3
+
+
+def test_a_folder_that_is_no_adapter_is_reported_before_the_model_is_loaded(tmp_path):
+    ended = warm.run([BIN, "ask", "What?", "--lora", tmp_path], timeout=TIMEOUT_S)
+    assert ended.returncode == 2
+    assert "has no adapter_config.json; give the folder that peft's save_pretrained has written" in ended.stderr
+
+
+def test_rows_are_answered_with_an_adapter_and_continued_only_with_the_same(folders, tmp_path):
+    run = mindie_mm.tokenize_dataset([{"inputs": [{"text": "What?"}]}], tmp_path / "run", workers=1)
+    config = WorkerConfig(engine=EngineConfig(device="cpu", dtype="float32"))
+
+    def generated(output: str, lora: Path | None) -> list[int]:
+        mindie_mm.generate_dataset(run.folder, tmp_path / output, config, max_tokens=4, lora=lora)
+        tokens: list[int] = json.loads((tmp_path / output).read_text())["token_ids"]
+        return tokens
+
+    assert len({tuple(generated(f"{lora}".replace("/", "-"), lora)) for lora in (None, *folders)}) == 3
+    generated("again", folders[0])
+    with pytest.raises(InputError, match=r"lora was .* and is now "):
+        generated("again", folders[1])
