@@ -66,4 +66,11 @@ class Qwen3OmniMoe(OmniFamily):
     processor = Qwen3OmniMoeProcessor
     module_name = "Qwen3OmniMoeThinkerForConditionalGeneration"
     model_class = Qwen3OmniMoeModel
-    other_keys = ("vision_start_token_id", "vision_end_token_id", "audio_end_token_id", "seconds_per_chunk")
+    other_keys = (
+        *("vision_start_token_id", "vision_end_token_id", "audio_end_token_id", "seconds_per_chunk"),
+        # The published checkpoint states these keys, which transformers ignores.
+        *(f"{section}_config.tie_word_embeddings" for section in ("audio", "text", "vision")),
+        *(f"text_config.{name}" for name in ("shared_expert_intermediate_size", "use_qk_norm", "use_sliding_window")),
+        *(f"vision_config.{name}" for name in ("apply_vit_abs_pos_embed", "image_size", "in_chans")),
+        *(f"vision_config.{name}" for name in ("spatial_patch_size", "tokens_per_second")),
+    )

@@ -111,6 +111,7 @@ ONLY_CONFIGS = frozenset(
         "qwen3_5_0_8b",
         "qwen3_5_moe_35b",
         "qwen3_asr",
+        "qwen3_omni_30b",
         "qwen3_vl_30b_a3b",
         "step3p7_flash",
         "whisper_base",
