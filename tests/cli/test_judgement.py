@@ -40,6 +40,8 @@ OWN = {
 
 
 NEEDED = {"gemma3n": "timm"}
+MAX_PROCESSOR_S = 1.0
+"""Processor time in which a config.json is judged, with the start of Python."""
 """Packages without which a family is refused, and which the ordinary installation lacks."""
 EXAMPLES = {"llava_v1": "llava", "minigpt4": "blip-2"}
 """Families in the folder examples, with the model type whose configuration they have."""
@@ -204,15 +206,21 @@ def test_a_folder_with_only_a_config_is_judged_and_the_machine_is_not(tmp_path):
     assert "is not a width and height" in run_warm("doctor", tmp_path, "--image-size", "640", status=2)
 
 
-def test_the_command_neither_imports_torch_nor_repeats_warnings_of_transformers(tmp_path):
+def test_the_command_takes_a_second_without_torch_and_does_not_repeat_warnings_of_transformers(tmp_path):
     shutil.copyfile(FOLDER / "paddleocr_vl" / "config.json", tmp_path / "config.json")
     code = (
         "import sys; from mindie_mm.cli import main; "
         f"main(['doctor', {str(tmp_path)!r}, '--family', 'paddleocr_vl'], standalone_mode=False)"
     )
     code = f"try:\n    {code}\nfinally:\n    print([name for name in {judging.SLOW} if name in sys.modules])"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
-    assert ended.stdout.splitlines()[-1] == "[]", ended.stderr
+    code += "\n    import time; print(time.process_time())"
+    for _ in range(3):  # a busy machine has slower caches
+        ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+        *_, slow, used_s = ended.stdout.splitlines()
+        assert slow == "[]", ended.stderr
+        if float(used_s) < MAX_PROCESSOR_S:
+            break
+    assert float(used_s) < MAX_PROCESSOR_S
     assert "family paddleocr_vl, served; these files are missing: model.safetensors" in ended.stdout
     assert ended.stderr == "", "transformers warns of these settings, although they are supported"
 
