@@ -385,7 +385,9 @@ def test_every_route_answers_404_for_another_model(http: Any) -> None:
     paths = http.get("/openapi.json").json()["paths"]
     routes = [path for path, operations in paths.items() if "post" in operations and "{" not in path]
     # These have tests of their own.
-    own = re.compile("/admin/reload|.*load_lora_adapter|.*/(messages|responses|rerank|score|files|batches|audio/.*|render)")
+    own = re.compile(
+        "/admin/reload|.*load_lora_adapter|.*/(messages|responses|rerank|score|files|batches|audio/.*|render)"
+    )
     routes = [path for path in routes if not own.match(path)]
     assert len(routes) > 6
     body = {"messages": HELLO, "prompt": "x", "inputs": [{"text": "x"}], "tokens": [1], "model": "gpt-5"}
