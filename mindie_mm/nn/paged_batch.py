@@ -169,6 +169,8 @@ class PagedBatch:
         counts = [chunk.stop - chunk.start for chunk in chunks]
         lengths = [length for chunk in chunks for length in range(chunk.start + 1, chunk.stop + 1)]
         table = block_table([chunk.blocks for chunk in chunks], self.cache.padding)
+        if len(lengths) == len(chunks):  # fast path for one new token of each sequence
+            return np.arange(len(chunks) + 1), np.array(lengths, np.int64), table
         return np.cumsum([0, *counts]), np.array(lengths, np.int64), np.repeat(table, counts, axis=0)
 
     @cached_property
