@@ -9,7 +9,7 @@ import textwrap
 import threading
 from collections.abc import Coroutine, Hashable, Mapping
 from contextlib import suppress
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import msgspec
 from numpy.typing import NDArray
@@ -85,13 +85,6 @@ class Decoders(Decoding[Parcel]):
         self._closed = False
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder[FromDecoder](FromDecoder)
-
-    @classmethod
-    async def start(cls, setup: DecoderSetup, max_item_bytes: int, number: int) -> Self:
-        """Create a pool and start `number` decoders. Raise the same errors as `open`."""
-        decoders = cls(setup, max_item_bytes)
-        await decoders.open(number)
-        return decoders
 
     async def open(self, number: int) -> None:
         """Start decoders, `number` of which work at the same time. If one cannot be started, stop all of them.

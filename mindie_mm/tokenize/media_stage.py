@@ -35,7 +35,7 @@ class MediaStage:
         Args:
             planner: Planner of the checkpoint.
             decoders: Pool of decoder processes, or None to decode in this process.
-            store: Store for the items. The stage closes it.
+            store: Store for the items.
             caps: Limits on media.
 
         """
@@ -100,10 +100,6 @@ class MediaStage:
             self.decoders.let_go(group)
             group.files.close()
         return clips
-
-    def close(self) -> None:
-        """Release the resources of the stage. This may be called repeatedly."""
-        self.store.close()
 
 
 class RequestMedia(Writer):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,4 +122,4 @@ def _located(request: TokenizeRequest, folder: str | None) -> TokenizeRequest:
     from mindie_mm.media.source import located  # imported late, because the service must not load decoders
 
     base = working_directory() if folder is None else folder
-    return request.with_media(lambda media: located(media, Path(base))) if base else request
+    return request.with_media(partial(located, folder=Path(base))) if base else request

@@ -287,7 +287,7 @@ class Tokenizer:
         try:
             self._end_decoders()
         finally:
-            self.prompts.stage.close()
+            self.prompts.stage.store.close()
 
     def __enter__(self) -> Self:
         return self

@@ -126,7 +126,8 @@ async def running(random_checkpoint: Path) -> AsyncIterator[Decoders]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mindie_mm.processes.supervised.Starter", partial(Starter, first_pause_s=0.01, last_pause_s=0.1))
         patch.setattr("mindie_mm.decode.decoders._PAUSE_S", 0.01)
-        decoders = await Decoders.start(DecoderSetup(str(random_checkpoint), None, MediaCaps()), 2**24, 2)
+        decoders = Decoders(DecoderSetup(str(random_checkpoint), None, MediaCaps()), 2**24)
+        await decoders.open(2)
         yield decoders
         pids = decoders.pids
         await decoders.close()

@@ -375,7 +375,8 @@ async def test_an_item_is_planned_again_when_its_decoder_hangs(
     random_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mindie_mm.decode.jobs._HANG_S", 1.0)
-    decoders = await Decoders.start(DecoderSetup(str(random_checkpoint), None, MediaCaps()), 2**24, 2)
+    decoders = Decoders(DecoderSetup(str(random_checkpoint), None, MediaCaps()), 2**24)
+    await decoders.open(2)
     try:
         pids = decoders.pids
         with stopped(*pids[:2]), packed(SMALL) as parcel:
@@ -387,7 +388,8 @@ async def test_an_item_is_planned_again_when_its_decoder_hangs(
 
 
 async def test_closing_ends_all_processes_while_items_are_being_decoded(random_checkpoint: Path) -> None:
-    decoders = await Decoders.start(DecoderSetup(str(random_checkpoint), None, MediaCaps()), 2**24, 2)
+    decoders = Decoders(DecoderSetup(str(random_checkpoint), None, MediaCaps()), 2**24)
+    await decoders.open(2)
     pids = [*decoders.pids, psutil.Process(decoders.pids[0]).ppid()]
     with stopped(*decoders.pids), packed(SMALL) as parcel:
         items = [asyncio.create_task(decoders.plan(Group(), parcel)) for _ in range(3)]

@@ -52,7 +52,8 @@ async def attacked(random_checkpoint: Path, tmp_path_factory: pytest.TempPathFac
         for name, value in environment(folder).items():
             patch.setenv(name, value)
         patch.setattr("mindie_mm.decode.decoders._WATCH_S", 0.1)
-        decoders = await Decoders.start(DecoderSetup(str(random_checkpoint), None, CAPS), 2**24, 1)
+        decoders = Decoders(DecoderSetup(str(random_checkpoint), None, CAPS), 2**24)
+        await decoders.open(1)
         yield decoders
         await decoders.close()
 

@@ -258,7 +258,9 @@ def test_a_small_request_overtakes_a_waiting_large_one(arena: Arena) -> None:
 
 
 def test_a_closed_arena_refuses_allocation_while_other_threads_wait(arena: Arena) -> None:
-    arena._queue.join(queue.Demand([], b"", 0), 60)  # a thread that has not yet noticed that the arena is closed
+    arena._queue.join(
+        queue.Demand([], None, arena._file.header), 60
+    )  # a thread that has not yet noticed that the arena is closed
     arena.close()
     with pytest.raises(SharedMemoryError, match="is closed"):
         arena.allocate(PAGE_SPECS, path_file=None)

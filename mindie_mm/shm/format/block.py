@@ -201,14 +201,6 @@ def _plan(specs: tuple[tuple[str, ArraySpec], ...], request_bytes: int) -> Block
     return BlockPlan(MappingProxyType(arrays), b"".join(parts), at, header_bytes, specs[0][1])
 
 
-def check_digest(digest: bytes) -> None:
-    """Raise LimitExceeded unless the digest has 16 to 64 bytes."""
-    if not MIN_DIGEST_BYTES <= len(digest) <= MAX_DIGEST_BYTES:
-        raise LimitExceeded(
-            f"the digest has {len(digest)} bytes; it must have {MIN_DIGEST_BYTES} to {MAX_DIGEST_BYTES}"
-        )
-
-
 Buffer = mmap.mmap | memoryview
 
 
@@ -218,8 +210,8 @@ class Store(Protocol):
     number: int
     """Arena number in references to the blocks, 0 to 65,535."""
 
-    def publish(self, block: Block, digest: bytes | None) -> None:
-        """Make a filled block readable. If `digest` is not None, caches use it as the key of the block's contents."""
+    def publish(self, block: Block, digest: bytes) -> None:
+        """Make a filled block readable. Caches use `digest`, unless it is empty, as the key of the block's contents."""
 
     def free(self, block: Block) -> None:
         """Free a block that was not published."""
@@ -310,9 +302,14 @@ class Block(Mapping[str, "np.ndarray[Any, Any]"]):
             SharedMemoryError: The store is closed or lost, or the block is no longer being filled.
 
         """
-        if not self._published:
-            self._store.publish(self, digest)
-            self._published = True
+        if self._published:
+            return self.ref
+        if digest is not None and not MIN_DIGEST_BYTES <= len(digest) <= MAX_DIGEST_BYTES:
+            raise LimitExceeded(
+                f"the digest has {len(digest)} bytes; it must have {MIN_DIGEST_BYTES} to {MAX_DIGEST_BYTES}"
+            )
+        self._store.publish(self, digest or b"")
+        self._published = True
         return self.ref
 
     def __enter__(self) -> Self:

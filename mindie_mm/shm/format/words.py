@@ -37,6 +37,8 @@ NAME_WORD_STOP = -(1 << 62)
 """Exclusive upper bound of name words. No shape word is below this bound."""
 
 _MASK64 = (1 << 64) - 1
+_UNSIGNED = 1 << 64
+"""Difference between a word with its highest bit set as an unsigned and as a signed number."""
 _NAME_TAG, _SHAPE_TAG = 0b10, 0b11
 _NAME_SEED, _SHAPE_SEED = 0xFF, 0x5A
 
@@ -61,8 +63,15 @@ class Ref:
 
     @property
     def name_word(self) -> int:
-        """Name word of the block. For an item with a single placeholder, the prompt contains only this word."""
-        return encode_name(self.arena, self.block, self.generation)
+        """Name word of the block. For an item with a single placeholder, the prompt contains only this word.
+
+        Raise LimitExceeded if a number does not fit its field.
+        """
+        arena, block, generation = self.arena, self.block, self.generation
+        if not (0 <= arena <= MAX_ARENA and 0 <= block <= MAX_BLOCK and 0 <= generation <= MAX_GENERATION):
+            _does_not_fit(arena, block, generation)
+        payload = (_NAME_TAG << 54) | (arena << 38) | (block << 24) | generation
+        return ((payload << 8) | _crc8(payload, _NAME_SEED)) - _UNSIGNED
 
     def to_words(self) -> tuple[int, int]:
         """Encode the reference.
@@ -78,7 +87,8 @@ class Ref:
         if self.dtype is None or self.shape is None:
             raise InputError(f"{self} has no shape word: it was read from a name word only")
         name_word = self.name_word
-        return name_word, encode_shape(name_word, self.dtype, self.shape)
+        payload = _pack(self.dtype, self.shape)
+        return name_word, ((payload << 8) | _crc8(payload, (name_word & 0xFF) ^ _NAME_TO_SHAPE)) - _UNSIGNED
 
     @classmethod
     def from_words(cls, name_word: SupportsIndex, shape_word: SupportsIndex | None) -> Ref:
@@ -124,32 +134,14 @@ def _crc8(payload: int, crc: int) -> int:
     return crc
 
 
-def _signed(word: int) -> int:
-    return word - (1 << 64)
-
-
 # A CRC is linear. XOR with this constant turns the name word's CRC into the initial value for the shape word's CRC.
 _NAME_TO_SHAPE = _crc8(0, _NAME_SEED ^ _SHAPE_SEED)
-
-
-def encode_name(arena: int, block: int, generation: int) -> int:
-    """Return the name word for a block. Raise LimitExceeded if a number does not fit its field."""
-    if not (0 <= arena <= MAX_ARENA and 0 <= block <= MAX_BLOCK and 0 <= generation <= MAX_GENERATION):
-        _does_not_fit(arena, block, generation)
-    payload = (_NAME_TAG << 54) | (arena << 38) | (block << 24) | generation
-    return _signed((payload << 8) | _crc8(payload, _NAME_SEED))
 
 
 def _does_not_fit(arena: int, block: int, generation: int) -> NoReturn:
     limits = (("arena", arena, MAX_ARENA), ("block", block, MAX_BLOCK), ("generation", generation, MAX_GENERATION))
     what, value, limit = next(one for one in limits if not 0 <= one[1] <= one[2])
     raise LimitExceeded(f"{what} {value} does not fit in a name word; it must be from 0 to {limit}")
-
-
-def encode_shape(name_word: int, dtype: str, shape: tuple[int, ...]) -> int:
-    """Return the shape word that belongs to `name_word`. Raise LimitExceeded if the shape does not fit in a word."""
-    payload = _pack(dtype, shape)
-    return _signed((payload << 8) | _crc8(payload, (name_word & 0xFF) ^ _NAME_TO_SHAPE))
 
 
 @lru_cache(maxsize=4096)

@@ -13,7 +13,7 @@ from typing import NamedTuple, Self
 
 from mindie_mm.errors import ArenaFull, InputError, LimitExceeded, SharedMemoryError, StaleReference
 from mindie_mm.processes.alone import run_alone
-from mindie_mm.shm.format.block import Block, BlockPlan, Buffer, check_digest
+from mindie_mm.shm.format.block import Block, BlockPlan, Buffer
 from mindie_mm.shm.format.layout import (
     ALLOCATIONS,
     FULL,
@@ -179,7 +179,7 @@ class Arena:
             MindieMMError: In the same cases as `allocate`.
 
         """
-        demand = Demand.of(all_specs, path_file, self._file.header)
+        demand = Demand(all_specs, path_file, self._file.header)
         blocks = self._allocate_now(demand)
         if blocks is None:
             before_wait()
@@ -191,17 +191,15 @@ class Arena:
                 self._leave(demand)
         return self._recorded(blocks, demand)
 
-    def publish(self, block: Block, digest: bytes | None) -> None:
+    def publish(self, block: Block, digest: bytes) -> None:
         """Publish a block on behalf of `Block.publish`."""
-        if digest is not None:
-            check_digest(digest)
         with self._mutex:
             self._file.require_held()
             if not self._is_filling(block):
                 raise SharedMemoryError(f"{block.ref}: the block cannot be published after its context has ended")
             if self._table.is_released(block.entry):
                 raise StaleReference(f"{block.ref}: the block was freed while it was being filled")
-            block.write_header(digest or b"")
+            block.write_header(digest)
             self._begin_change()
             self._table.publish(block.entry)
             del self._filling[block.entry]

@@ -10,7 +10,6 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Self
 
 from mindie_mm.errors import ArenaFull, InputError, LimitExceeded, MindieMMError
 from mindie_mm.processes.alone import has_loop
@@ -45,18 +44,9 @@ class Demand:
     wake: Callable[[], object] = int
     """Function that lets the request look again before its pause ends. Any thread may call it."""
 
-    def __init__(self, plans: Sequence[BlockPlan], request: bytes, nbytes: int) -> None:
-        """Create a demand. Callers use `of` instead."""
-        self.plans = plans
-        self.request = request
-        """Encoded path of the request's path file. Empty if the blocks have no path file."""
-        self.nbytes = nbytes
-        """Total size of the blocks in bytes."""
-
-    @classmethod
-    def of(
-        cls, all_specs: Sequence[Mapping[str, ArraySpec]], path_file: str | Path | None, header: ArenaHeader
-    ) -> Self:
+    def __init__(
+        self, all_specs: Sequence[Mapping[str, ArraySpec]], path_file: str | Path | None, header: ArenaHeader
+    ) -> None:
         """Plan a block for each of `all_specs` in the arena with this header.
 
         Raises:
@@ -81,7 +71,11 @@ class Demand:
                 f"the request has {len(plans)} media items; the limit is {header.num_entries}, the number of entries "
                 "of the arena"
             )
-        return cls(plans, request, nbytes)
+        self.plans = plans
+        self.request = request
+        """Encoded path of the request's path file. Empty if the blocks have no path file."""
+        self.nbytes = nbytes
+        """Total size of the blocks in bytes."""
 
     @property
     def left_s(self) -> float:
