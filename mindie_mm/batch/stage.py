@@ -106,7 +106,7 @@ class Stage:
             decoders=1 if sandbox else 0,
             max_item_bytes=_MAX_ITEM_BYTES,
         )
-        traits = self._tokenizer.chat_traits
+        traits = self._tokenizer.prompts.traits.chat
         checkpoint = Checkpoint.open(settings.model or None)
         parser = parser_of(traits, self._tokenizer.prompts.added_tokens, checkpoint)
         self._traits, self._adapt = traits, partial(adapted, traits=traits, parser=parser)

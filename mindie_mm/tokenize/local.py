@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Any, Self, TypeVar
 
 import msgspec
 
@@ -29,6 +29,8 @@ from mindie_mm.tokenize.setup import Setup
 from mindie_mm.tokenize.stage.tokenizer_stage import TokenizerStage
 from mindie_mm.tokenize.stores import ArenaStore
 
+T = TypeVar("T")
+
 
 class LocalTokenizer(TokenizerStage):
     """A tokenizer in the caller's process. It is never restarted. Inputs may contain Python objects, such as images.
@@ -45,9 +47,7 @@ class LocalTokenizer(TokenizerStage):
         self._prompts = prompts
         self._thread = thread
         self._resources = resources
-        self.chat_traits = prompts.chat_traits
-        self.shown_tokens = prompts.shown_tokens
-        self.speech = prompts.speech
+        self.traits = prompts.traits
 
     @classmethod
     async def start(cls, model_path: Path, config: WorkerConfig) -> Self:
@@ -88,18 +88,7 @@ class LocalTokenizer(TokenizerStage):
         pass
 
     async def tokenize_together(self, requests: Sequence[TokenizeRequest]) -> list[Prompt]:
-        if self._thread is None:
-            return await self._prompts.make(requests)
-        given_up = threading.Event()
-        try:
-            return await self._thread.run(partial(self._answer, requests, given_up))
-        except asyncio.CancelledError:
-            given_up.set()
-            raise
-
-    def _answer(self, requests: Sequence[TokenizeRequest], given_up: threading.Event) -> list[Prompt]:
-        with cancellation.until(given_up):
-            return run_alone(self._prompts.make(requests))
+        return await self._run(lambda: self._prompts.make(requests))
 
     async def plan(self, requests: Sequence[TokenizeRequest]) -> list[PlannedPrompt]:
         if self._thread is None:
@@ -109,10 +98,23 @@ class LocalTokenizer(TokenizerStage):
     async def cut(
         self, speech: Media, folder: Path, max_bytes: int, domain: tuple[bytes, str], *, always: bool
     ) -> Clips:
-        stage = self._prompts.stage
+        return await self._run(lambda: self._prompts.stage.cut(speech, folder, max_bytes, domain, always=always))
+
+    async def _run(self, begin: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run a coroutine in the caller's event loop, or on the thread, which reads no further source if canceled."""
         if self._thread is None:
-            return await stage.cut(speech, folder, max_bytes, domain, always=always)
-        return await self._thread.run(lambda: run_alone(stage.cut(speech, folder, max_bytes, domain, always=always)))
+            return await begin()
+        given_up = threading.Event()
+
+        def work() -> T:
+            with cancellation.until(given_up):
+                return run_alone(begin())
+
+        try:
+            return await self._thread.run(work)
+        except asyncio.CancelledError:
+            given_up.set()
+            raise
 
     async def close(self) -> None:
         """Wait until the current prompt is done, end the decoders and remove the arena."""

@@ -37,6 +37,7 @@ from mindie_mm.tokenize.stores import Store
 from mindie_mm.tokenize.text.chat_template import as_dict
 from mindie_mm.tokenize.text.spelling import Rendered, strings
 from mindie_mm.tokenize.text.text_encoder import Encoded, SpecialTokens, TextEncoder
+from mindie_mm.tokenize.traits import Traits
 from mindie_mm.tokenize.truncate import cut, truncate
 
 
@@ -68,8 +69,7 @@ class Prompts:
         media_ids = {index for p in placeholders for index in (*p.before, p.token, *p.after)}
         plain = {token.content for token in tokenizer.added_tokens_decoder.values() if not token.special}
         stated = checkpoint.json("tokenizer.json").get("added_tokens", ())
-        self.shown_tokens = [token["content"] for token in stated if token["special"] and token["content"] in plain]
-        """Tokens that are special in tokenizer.json, but that the family treats as text in prompts and in answers."""
+        shown_tokens = [token["content"] for token in stated if token["special"] and token["content"] in plain]
         self._inserted_at = self._processor.traits.inserted_at
         if self._inserted_at is not None:  # placeholders are inserted as ids, so the tokenizer may lack tokens for them
             media_ids = self._tokens & tokenizer.added_tokens_decoder.keys()
@@ -80,10 +80,8 @@ class Prompts:
         self._parse_special = setup.parse_special == "on"
         self.added_tokens = frozenset(token.content for token in tokenizer.added_tokens_decoder.values())
         """Texts of the added tokens of the tokenizer."""
-        self.chat_traits = self._text.chat_traits
-        """Traits of the chat template for conversations with tools."""
-        self.speech = self._processor.speech if "audio" in self._processor.placeholders else None
-        """How the checkpoint is asked to transcribe speech. None if it does not accept audio."""
+        speech = self._processor.speech if "audio" in self._processor.placeholders else None
+        self.traits = Traits(shown_tokens, self._text.chat_traits, speech)
         planner = Planner(self._processor, family.__name__, setup.limit_mm_per_prompt)
         store = store if isinstance(store, Store) else store(self._processor)
         self.stage = MediaStage(planner, decoders, store, setup.media)

@@ -53,10 +53,6 @@ class Tokenizer:
         if loop is not None and resources is not None:
             self._end_decoders = weakref.finalize(self, loop.close, resources.aclose)
         self._closed = False
-        self.shown_tokens = prompts.shown_tokens
-        """See `Prompts.shown_tokens`."""
-        self.chat_traits = prompts.chat_traits
-        """See `Prompts.chat_traits`."""
 
     @classmethod
     def from_pretrained(

@@ -80,7 +80,7 @@ class Worker:
         self.forks = forks
         """Fork server that forks the processes, or None."""
         self._spool = absolute(default_spool())
-        has_template = bool(tokenizer_stage.chat_traits.template)
+        has_template = bool(tokenizer_stage.traits.chat.template)
         self.embedder = Embedder.of(config, engine.info, has_template=has_template)
         self._schemas = SchemaCheck(Checkpoint.open(config.model).path, config.family)
         self.loras = LoraNames(engine, loras or {})
@@ -130,7 +130,7 @@ class Worker:
                 stage = group.create_task(started(_start_tokenizers(config, path, forks, in_process=in_process)))
                 start = _start_engines(config, path, end_token_ids, loading, forks, only_plans=only_plans)
                 engine = group.create_task(started(start))
-            tokenizer = load_tokenizer(checkpoint, config.family, stage.result().shown_tokens)
+            tokenizer = load_tokenizer(checkpoint, config.family, stage.result().traits.shown_tokens)
             loras = {} if only_plans else _loras(config, engine.result())
             worker = cls(config, stage.result(), engine.result(), tokenizer, forks, loras)
             log_default_sampling(worker.default_sampling, source)
@@ -308,7 +308,7 @@ class Worker:
             ProcessDied: Two tokenizers died.
 
         """
-        traits = self.tokenizer_stage.speech or SpeechTraits()
+        traits = self.tokenizer_stage.traits.speech or SpeechTraits()
         speech = Media("audio", str(file), cut_s=traits.window_s if max_bytes else 0.0)
         most = min(max_bytes, self.config.arena_bytes)
         clips, _ = await retry_once(partial(self.tokenizer_stage.cut, speech, folder, most, domain, always=always))

@@ -50,7 +50,7 @@ class ChatDialect:
             InputError: A setting names an unknown format, or the checkpoint's `response_template` cannot be read.
 
         """
-        traits = worker.tokenizer_stage.chat_traits
+        traits = worker.tokenizer_stage.traits.chat
         added = worker.tokenizer.get_added_tokens_decoder()
         vocabulary = {token.content: index for index, token in added.items()}
         parser = parser_of(traits, vocabulary, Checkpoint.open(worker.config.model), config.tool_call_parser)

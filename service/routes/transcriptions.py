@@ -61,7 +61,7 @@ async def translations(request: Request, incoming: IncomingDep) -> Response:
 
 
 def _receiving(request: Request, incoming: Incoming, task: Task) -> Response:
-    if (traits := incoming.service.worker.tokenizer_stage.speech) is None:
+    if (traits := incoming.service.worker.tokenizer_stage.traits.speech) is None:
         raise InputError(f"the model {incoming.service.model_name} does not accept audio")
     return _Receiving(request, incoming, lambda upload: _Speech.of(upload, incoming, task, traits).response())
 

@@ -145,7 +145,7 @@ class TestDeepseekVL2(DeepseekVL2Contract):
     def test_answers_show_the_tags_of_places(self, path, tokenizer, tmp_path):
         """As in the original, answers contain the tokens that delimit names and coordinates of objects."""
         tags = ["<|ref|>", "<|/ref|>", "<|det|>", "<|/det|>", "<|grounding|>"]
-        assert tokenizer.shown_tokens == tags
+        assert tokenizer.prompts.traits.shown_tokens == tags
         settings = {"spool": tmp_path / "spool", "arena_bytes": 2**25, "kv_cache_bytes": 2**25}
         with running_service(settings, tmp_path / "log", path) as running:
             for token, shown in [*enumerate(tags, IMAGE + 1), (IMAGE + 6, ""), (IMAGE + 7, ""), (EOS, "")]:

@@ -311,7 +311,7 @@ class TestFlorence2Original(Seq2SeqContract):
         text = tokenizer.tokenize(items, path_file, parse_special=False)[FEATURES:].tolist()
         spelled = [first + 4 + 7, first, first + len(ADDED) - 1]
         assert [token for token in text if token < len(TOKENS) or token >= first] == [BOS, *spelled, EOS]
-        decoder = load_tokenizer(Checkpoint.open(path), shown_tokens=tokenizer.shown_tokens)
+        decoder = load_tokenizer(Checkpoint.open(path), shown_tokens=tokenizer.prompts.traits.shown_tokens)
         assert decoder.decode([BOS, *spelled, EOS], skip_special_tokens=True) == "<loc_7><od><and>"
 
     def test_the_placeholder_without_an_image_is_refused(self, model, path, path_file, tokenizer):

@@ -11,7 +11,6 @@ from typing import Any, Self
 import msgspec
 
 from mindie_mm.inputs import Media
-from mindie_mm.nn.speech import SpeechTraits
 from mindie_mm.processes.fork_client import ForkClient
 from mindie_mm.processes.ipc import Child
 from mindie_mm.processes.restarts import logged
@@ -31,13 +30,12 @@ from mindie_mm.tokenize.stage.tokenizer_messages import (
     Ping,
     Planned,
     Pong,
-    Ready,
     Tokenize,
     Tokenized,
     ToProcess,
 )
 from mindie_mm.tokenize.stage.tokenizer_stage import TokenizerStage
-from mindie_mm.tokenize.text.chat_traits import ChatTraits
+from mindie_mm.tokenize.traits import Traits
 
 _MODULE = "mindie_mm.tokenize.stage.tokenizer_process"
 
@@ -55,12 +53,8 @@ class AsyncTokenizer(Supervised, TokenizerStage):
         self._numbers = count()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder[FromProcess](FromProcess)
-        self.shown_tokens: list[str] = []
-        """Same as `Prompts.shown_tokens`. Known when the process is ready."""
-        self.chat_traits = ChatTraits()
-        """Same as `Prompts.chat_traits`. Known when the process is ready."""
-        self.speech: SpeechTraits | None = None
-        """Same as `Prompts.speech`. Known when the process is ready."""
+        self.traits = Traits()
+        """Properties of the checkpoint. Known when the process is ready."""
 
     @classmethod
     async def start(cls, model_path: Path, config: WorkerConfig, forks: ForkClient | None = None) -> Self:
@@ -114,8 +108,7 @@ class AsyncTokenizer(Supervised, TokenizerStage):
         return await self._forks.start(_MODULE, self._setup, spare=True)
 
     async def _prepare(self, child: Child) -> None:
-        ready = await child.ready(Ready, f"the {self.noun}")
-        self.shown_tokens, self.chat_traits, self.speech = ready.shown_tokens, ready.chat_traits, ready.speech
+        self.traits = await child.ready(Traits, f"the {self.noun}")
 
     def _take(self, message: bytes) -> None:
         reply = self._decoder.decode(message)

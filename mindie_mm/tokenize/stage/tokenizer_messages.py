@@ -8,23 +8,10 @@ import msgspec
 import numpy as np
 
 from mindie_mm.inputs import Media
-from mindie_mm.nn.speech import SpeechTraits
 from mindie_mm.processes.ipc import Failure
 from mindie_mm.tokenize.clips import Clips
 from mindie_mm.tokenize.prompt import MediaSpan, PlannedPrompt, PlannedSpan, Prompt
 from mindie_mm.tokenize.requests import TokenizeRequest
-from mindie_mm.tokenize.text.chat_traits import ChatTraits
-
-
-class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """First message from the tokenizer process: it is ready. A process that cannot start sends a Failure instead."""
-
-    shown_tokens: list[str] = []
-    """See `Prompts.shown_tokens`."""
-    chat_traits: ChatTraits = ChatTraits()
-    """See `Prompts.chat_traits`."""
-    speech: SpeechTraits | None = None
-    """See `Prompts.speech`."""
 
 
 class Tokenize(msgspec.Struct, frozen=True, array_like=True, tag="tokenize"):

@@ -33,7 +33,6 @@ from mindie_mm.tokenize.stage.tokenizer_messages import (
     FromProcess,
     Planned,
     Pong,
-    Ready,
     Tokenize,
     Tokenized,
     ToProcess,
@@ -120,7 +119,7 @@ class Server:
 
 
 def main(channel: ChildChannel, lifeline: Lifeline, setup_json: str) -> None:
-    """Create the arena, start the decoders, read the checkpoint, send Ready, and answer requests."""
+    """Create the arena, start the decoders, read the checkpoint, send Traits, and answer requests."""
     faults.arm("tokenizer", fault_folder())
     faults.point("starting")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # raises SystemExit, so that the arena is removed
@@ -148,7 +147,7 @@ async def _run(channel: ChildChannel, setup: Setup, arena: Arena) -> None:
     async with AsyncExitStack() as resources:
         try:
             prompts = await Prompts.open(setup, ArenaStore.of(setup, arena), resources)
-            channel.send(msgspec.msgpack.encode(Ready(prompts.shown_tokens, prompts.chat_traits, prompts.speech)))
+            channel.send(msgspec.msgpack.encode(prompts.traits))
             with socket.socket(fileno=os.dup(channel.fileno())) as sock:
                 await Server(await open_channel(sock), prompts, arena).serve()
         except MindieMMError as error:

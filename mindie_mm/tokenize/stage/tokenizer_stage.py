@@ -7,23 +7,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mindie_mm.inputs import Media
-from mindie_mm.nn.speech import SpeechTraits
 from mindie_mm.processes.restarts import Restarts
 from mindie_mm.tokenize.clips import Clips
 from mindie_mm.tokenize.prompt import PlannedPrompt, Prompt
 from mindie_mm.tokenize.requests import TokenizeRequest
-from mindie_mm.tokenize.text.chat_traits import ChatTraits
+from mindie_mm.tokenize.traits import Traits
 
 
 class TokenizerStage(ABC):
     """A tokenizer for the prompts of requests, which runs in a separate process or in the caller's process."""
 
-    shown_tokens: list[str]
-    """See `Prompts.shown_tokens`."""
-    chat_traits: ChatTraits
-    """See `Prompts.chat_traits`."""
-    speech: SpeechTraits | None
-    """See `Prompts.speech`."""
+    traits: Traits
+    """Properties of the checkpoint."""
 
     @property
     @abstractmethod

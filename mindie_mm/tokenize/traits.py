@@ -1,0 +1,23 @@
+"""Properties of a checkpoint that its tokenizer tells the other parts of a worker."""
+
+from __future__ import annotations
+
+import msgspec
+
+from mindie_mm.nn.speech import SpeechTraits
+from mindie_mm.tokenize.text.chat_traits import ChatTraits
+
+
+class Traits(msgspec.Struct, frozen=True, tag="traits"):
+    """Properties of a checkpoint that other parts than its tokenizer need.
+
+    They are the first message from a tokenizer process, and say that it is ready. A process that cannot start sends a
+    Failure instead.
+    """
+
+    shown_tokens: list[str] = []
+    """Tokens that are special in tokenizer.json, but that the family treats as text in prompts and in answers."""
+    chat: ChatTraits = ChatTraits()
+    """Traits of the chat template for conversations with tools."""
+    speech: SpeechTraits | None = None
+    """How the checkpoint is asked to transcribe speech. None if it does not accept audio."""
