@@ -72,7 +72,8 @@ class Arena:
         assert file.mapping is not None
         self._file = file
         self._table = Table(memoryview(file.mapping), file.header)
-        self._heap = Heap(file.header.data_offset, file.reserved_bytes)
+        self._data_offset = file.header.data_offset
+        self._heap = Heap(self._data_offset, file.reserved_bytes)
         self._quota_bytes = self.capacity_bytes // 2 if quota_bytes is None else quota_bytes
         self._used_by: dict[bytes, int] = {}  # bytes of the blocks of each request
         self._filling: dict[int, _Filling] = {}
@@ -446,7 +447,7 @@ class Arena:
     @property
     def _taken_bytes(self) -> int:
         """Total size of the blocks in bytes."""
-        return self._file.reserved_bytes - self._file.header.data_offset - self._heap.free_bytes
+        return self._file.reserved_bytes - self._data_offset - self._heap.free_bytes
 
     def _why_full(self) -> str:
         why = (
