@@ -160,7 +160,9 @@ class Arena:
         """
         if not timeout_s >= 0:
             raise InputError(f"the timeout is {timeout_s} s; it must be at least 0")
-        return run_alone(self.allocate_together([specs], path_file=path_file, timeout_s=timeout_s))[0]
+        demand = Demand([specs], path_file, self._file.header)
+        blocks = self._allocate_now(demand) or run_alone(self._waited_for(demand, timeout_s))
+        return self._recorded(blocks, demand)[0]
 
     async def allocate_together(
         self,
@@ -184,12 +186,7 @@ class Arena:
         blocks = self._allocate_now(demand)
         if blocks is None:
             before_wait()
-            try:
-                self._queue.join(demand, timeout_s)
-                await demand.wait(partial(self._look, demand))
-                blocks = demand.take()
-            finally:
-                self._leave(demand)
+            blocks = await self._waited_for(demand, timeout_s)
         return self._recorded(blocks, demand)
 
     def publish(self, block: Block, digest: bytes) -> None:
@@ -255,6 +252,15 @@ class Arena:
     def _is_lost(self) -> bool:
         """Return whether the arena is lost. The caller holds the lock, so no other change is in progress."""
         return self._torn or self._file.lost
+
+    async def _waited_for(self, demand: Demand, timeout_s: float) -> list[Block]:
+        """Wait in the queue until a request has its blocks, and return them."""
+        try:
+            self._queue.join(demand, timeout_s)
+            await demand.wait(partial(self._look, demand))
+            return demand.take()
+        finally:
+            self._leave(demand)
 
     def _look(self, demand: Demand) -> float:
         """Serve the queue. Return 0 if the request has its blocks, otherwise the seconds until it looks again."""
