@@ -21,10 +21,12 @@ ANSWERS: dict[str, Callable[[Any], object]] = {
     "/v1/messages": lambda answer: answer["content"][0]["text"],
     "/infer": lambda answer: answer["generated_text"] and answer["details"],
     "/tokenize": lambda answer: answer["tokens"] and answer["token_strs"],
+    "/rerank": lambda answer: answer["results"],
+    "/score": lambda answer: answer["data"],
     "/detokenize": lambda answer: answer["prompt"],
 }
 """Functions that return the part of a response that must not be empty, by path."""
-CALLS = re.findall(r"^    curl localhost:8000(\S+) .*? -d '(.*?)'$", PAGE, re.MULTILINE | re.DOTALL)
+CALLS = re.findall(r"^curl localhost:8000(\S+) .*? -d '(.*?)'$", PAGE, re.MULTILINE | re.DOTALL)
 IMAGE = 784
 """Token id of the image placeholder in the embedded checkpoint."""
 
@@ -34,8 +36,8 @@ def section(title: str) -> str:
 
 
 def documented(start: str) -> dict[str, Any]:
-    """Return the JSON example that begins with `start`. Examples in the page are indented."""
-    text = PAGE[PAGE.index("    " + start) :]
+    """Return the JSON example that begins with `start`."""
+    text = PAGE[PAGE.index("\n" + start) :]
     example: dict[str, Any] = json.JSONDecoder().raw_decode(text.strip().removeprefix("data: "))[0]
     return example
 
@@ -52,16 +54,16 @@ def test_each_curl_request_is_answered(http: Any, red_square: str, path: str, bo
 
 def test_every_endpoint_has_a_curl_request() -> None:
     assert {path for path, _ in CALLS} == set(ANSWERS)
-    assert len(CALLS) == 7
+    assert len(CALLS) == 10
 
 
 @pytest.mark.parametrize(
     ("path", "start", "parameters"),
     [
-        ("/infer", '{"generated_text": "a cat",\n     "details": {"finish', {"details": True}),
+        ("/infer", '{"generated_text": "a cat",\n "details": {"finish', {"details": True}),
         (
             "/generate",
-            '{"generated_text": "a cat",\n     "details": {"prompt',
+            '{"generated_text": "a cat",\n "details": {\n   "prompt',
             {"details": True, "decoder_input_details": True},
         ),
     ],
@@ -101,7 +103,7 @@ def test_usage_and_timings_have_the_documented_fields(http: Any) -> None:
 
 def test_the_picture_in_the_text_example_becomes_an_item(http: Any, media_dir: Path) -> None:
     raw = base64.b64encode((media_dir / "green_star.jpg").read_bytes()).decode()
-    asked = {"prompt": documented('{"prompt": "### Human')["prompt"].replace("/9j/4AAQ...", raw)}
+    asked = {"prompt": documented('{"prompt":\n "### Human')["prompt"].replace("/9j/4AAQ...", raw)}
     ids = http.post("/tokenize", json=asked).json()["tokens"]
     assert IMAGE in ids, "an item, not text"
     assert http.post("/v1/completions", json=asked).json()["usage"]["prompt_tokens"] == len(ids)
@@ -112,15 +114,14 @@ def test_the_tokenize_example_is_reversible(http: Any) -> None:
     assert http.post("/detokenize", json={"tokens": ids}).json() == {"prompt": "What colour"}
 
 
-def test_the_examples_of_embeddings_and_scores_are_answered(http: Any, red_square: str) -> None:
-    bodies = re.findall(r"^    (\{.*\})$", section("POST /v1/embeddings"), re.MULTILINE)
-    calls = [("/v1/embeddings", body.replace("data:image/png;base64,...", red_square)) for body in bodies]
-    calls += re.findall(r"^    POST (\S+) (\{.*\})$", section("POST /rerank, /score"), re.MULTILINE)
-    assert [path for path, _ in calls] == ["/v1/embeddings"] * 3 + ["/rerank", "/score"]
-    for path, body in calls:
-        answer = http.post(path, json=json.loads(body))
+def test_the_examples_of_embeddings_are_answered(http: Any, red_square: str) -> None:
+    block = section("POST /v1/embeddings").partition("```json\n")[2].partition("\n```")[0]
+    bodies = re.split(r"\n(?=\{)", block.replace("data:image/png;base64,...", red_square))
+    assert len(bodies) == 3
+    for body in bodies:
+        answer = http.post("/v1/embeddings", json=json.loads(body))
         assert answer.status_code == 200, answer.text
-        assert answer.json().get("data") or answer.json()["results"]
+        assert answer.json()["data"]
 
 
 @pytest.mark.parametrize("title", ["/v1/responses", "/v1/files", "/v1/batches"])

@@ -26,7 +26,7 @@ def test_media_spans_cover_the_placeholder_tokens(http: Any, red_square: str) ->
     answer = http.post("/v1/chat/completions", json=chat).json()
     ids = http.post("/tokenize", json={"messages": chat["messages"]}).json()["tokens"]
     first, second = answer["media_spans"]
-    (shown,) = documented('    "media_spans": ')
+    (shown,) = documented('\n"media_spans": ')
     for span in (first, second):
         assert list(span) == list(shown)
         assert span["type"] == "image"
@@ -61,7 +61,7 @@ def test_the_shm_endpoint_describes_each_block_as_documented(
             shm = service.get("/shm?blocks=true")
             (path_file,) = (service.log.parent / "spool").glob("*/shm_name.txt")
         (span,) = answer.result().json()["media_spans"]
-    shown = documented("## GET /shm\n")
+    shown = documented("## GET /shm\n\n```json\n")
     assert list(shm) == list(shown)
     (arena,) = shm["arenas"]
     assert list(arena) == list(shown["arenas"][0])
