@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text()
 RECORDS = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
+GUIDES = ("quickstart", "serve", "python", "batch", "deploy", "operate", "scale", "monitoring")
 PAGES = sorted(
     [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md"), *ROOT.glob("bench/**/*.md")]
 )
@@ -56,6 +57,26 @@ def test_links_are_found() -> None:
     assert ("docs/api.md#formats", ROOT / "docs/api.md", "formats") in list(links(ROOT / "README.md"))
     assert {"get-health", "media", "keys-origins-ids"} <= anchors(ROOT / "docs/api.md")
     assert "etcmindie_mmsettingstoml" not in anchors(ROOT / "docs/serve.md"), "a comment in a code block"
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """Return the language and the code of each fenced block of `page`."""
+    return re.findall(r"^```(.*?)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))], ids=lambda page: page.name)
+def test_code_is_fenced_with_a_language_and_fits_into_the_column_of_the_site(page: Path) -> None:
+    fenced = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    assert not re.search(r"\n\n    \S", fenced), "an indented block has no language: fence it"
+    for language, code in blocks(page):
+        assert language, code
+        assert max(map(len, code.splitlines()), default=0) <= 85, code
+
+
+def test_guides_have_eight_blocks_of_code_per_thousand_words() -> None:
+    pages = [ROOT / f"docs/{name}.md" for name in GUIDES]
+    words = sum(len(re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL).split()) for page in pages)
+    assert sum(len(blocks(page)) for page in pages) >= 8 * words / 1000
 
 
 def test_the_readme_is_short_and_has_one_picture() -> None:
