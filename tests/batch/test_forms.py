@@ -221,6 +221,7 @@ def test_a_folder_of_media_gives_the_same_prompts(folder: Path, reference: Datas
     assert not list((tmp_path / "run").glob("input-*"))
 
 
+@pytest.mark.slow
 def test_the_command_accepts_standard_input_columns_limit_and_template(
     folder: Path, reference: Dataset, tmp_path: Path
 ) -> None:

@@ -103,6 +103,7 @@ def test_two_services_on_one_spool_do_not_disturb_each_other(pair: tuple[Running
         assert service.wait_until_free()["blocks"] == 0
 
 
+@pytest.mark.slow
 def test_a_service_on_a_port_in_use_ends_with_one_line_and_disturbs_no_other(
     pair: tuple[RunningService, RunningService], tmp_path: Path
 ) -> None:

@@ -131,6 +131,7 @@ def test_a_checkpoint_that_does_not_pool_is_refused_with_advice(tmp_path: Path, 
         assert service.stop() == 0
 
 
+@pytest.mark.slow
 def test_embeddings_survive_the_death_of_a_process(tmp_path: Path, device: str, red_square: str) -> None:
     """Kill -9 the tokenizer, and then the engine, while a request with images runs. Its answer stays the same."""
     image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": red_square}}]}
