@@ -104,10 +104,6 @@ class PromptSource:
         """Keep the blocks until `num_answers` answers have begun and the engine has read the media for each answer."""
         self._reserved = num_answers
 
-    def use(self) -> Use:
-        """Return a `Use` of the prompt for one answer."""
-        return Use(self)
-
     async def hold(self, lost: Prompt | None, *, first: bool) -> Prompt:
         """Keep the blocks of the current prompt for a `Use`. Tokenize the prompt again if it is freed or `lost`."""
         async with self._lock:
@@ -279,7 +275,7 @@ async def generated(
     drawn_ids: list[int] = []
     origin: Origin | None = None
     first: Timings | None = None
-    with source.use() as use:
+    with Use(source) as use:
         while True:
             prompt, continues = await use.take(), bool(drawn_ids)
             ids = np.concatenate([prompt.ids, np.array(written, np.int64)])

@@ -43,7 +43,7 @@ from mindie_mm.worker.engine_replicas import EngineReplicas
 from mindie_mm.worker.lora_names import Lora, LoraNames
 from mindie_mm.worker.no_engine import NoEngine
 from mindie_mm.worker.preflight import check_before_loading
-from mindie_mm.worker.retry import ENDS_OF_ATTEMPTS, Engine, PromptSource, generated, retry_once, tokenized
+from mindie_mm.worker.retry import ENDS_OF_ATTEMPTS, Engine, PromptSource, Use, generated, retry_once, tokenized
 
 if TYPE_CHECKING:
     from mindie_mm.tokenize.local import LocalTokenizer
@@ -196,7 +196,7 @@ class Worker:
         with request_directory(self._spool) as directory:
             request = msgspec.structs.replace(request, path_file=str(directory.path_file), options=options)
             (source,) = await tokenized(self.tokenizer_stage, [request], self._count_remade)
-            with source.use() as use:
+            with Use(source) as use:
                 while (prompt := await use.take()).spans:
                     try:
                         async with aclosing(self.engine.encode(request_id, prompt.ids)) as parts:

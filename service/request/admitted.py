@@ -191,14 +191,10 @@ class EventStream(Admitted):
 
 def last_event(last: str | None) -> bytes:
     """Return the event with the data `last`, or nothing if it is None."""
-    return b"" if last is None else _event(last.encode())
+    return b"" if last is None else f"data: {last}\n\n".encode()
 
 
 def encoded(event: Mapping[str, object], *, named: bool = False) -> bytes:
     """Return a server-sent event. If `named` is true, the event has a line with its `type`."""
     name = f"event: {event['type']}\n".encode() if named else b""
-    return name + _event(msgspec.json.encode(event))
-
-
-def _event(data: bytes) -> bytes:
-    return b"data: " + data + b"\n\n"
+    return name + b"data: " + msgspec.json.encode(event) + b"\n\n"

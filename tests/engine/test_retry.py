@@ -20,7 +20,7 @@ from mindie_mm.errors import (
 from mindie_mm.shm import Arena, ArraySpec, attach
 from mindie_mm.tokenize.prompt import MediaSpan, Prompt
 from mindie_mm.tokenize.requests import request_of_items
-from mindie_mm.worker.retry import PromptSource, generated, tokenized
+from mindie_mm.worker.retry import PromptSource, Use, generated, tokenized
 
 FIRST, SECOND = (Prompt(np.array([index], np.int64)) for index in range(2))
 DIED, LOST, RELOADED = ProcessDied("dead"), SegmentMissing("lost"), EngineReloaded("replaced")
@@ -70,7 +70,7 @@ class Script:
 
 
 async def lost(source):
-    use = source.use()
+    use = Use(source)
     await use.take()
     use.end_attempt(LOST)
     return await use.take()
@@ -267,7 +267,7 @@ async def test_blocks_are_freed_when_every_answer_has_consumed_them_or_ended(are
     stage = Stage(arena)
     (source,) = await tokenized(stage, [request_of_items([{"text": "a"}], chat=False)])
     source.share(3)
-    first, second = source.use(), source.use()
+    first, second = Use(source), Use(source)
     await first.take()
     first.free()
     assert stage.held() == [True], "the block is kept for answers that have not begun"
@@ -283,7 +283,7 @@ async def test_answers_that_need_media_again_share_one_rebuilt_prompt_and_free_i
     stage, remade = Stage(arena), []
     (source,) = await tokenized(stage, [request_of_items([{"text": "a"}], chat=False)], remade.append)
     source.share(2)
-    uses = [source.use(), source.use()]
+    uses = [Use(source), Use(source)]
     for use in uses:
         await use.take()
     for use in uses:
@@ -302,7 +302,7 @@ async def test_an_answer_that_needs_media_again_finds_the_blocks_that_another_an
     stage = Stage(arena)
     (source,) = await tokenized(stage, [request_of_items([{"text": "a"}], chat=False)])
     source.share(2)
-    uses = [source.use(), source.use()]
+    uses = [Use(source), Use(source)]
     for use in uses:
         await use.take()
     uses[0].free()
@@ -314,7 +314,7 @@ async def test_blocks_lost_while_another_answer_holds_them_are_rebuilt_once(aren
     stage = Stage(arena)
     (source,) = await tokenized(stage, [request_of_items([{"text": "a"}], chat=False)])
     source.share(2)
-    uses = [source.use(), source.use()]
+    uses = [Use(source), Use(source)]
     for use in uses:
         await use.take()
     for use in uses:
@@ -340,7 +340,7 @@ async def test_one_prompt_of_a_request_is_rebuilt_alone(arena):
     stage, texts = Stage(arena), ["a", "b", "c"]
     sources = await tokenized(stage, [request_of_items([{"text": text}], chat=False) for text in texts])
     assert stage.seen == texts
-    uses = [source.use() for source in sources]
+    uses = [Use(source) for source in sources]
     assert [await use.take() for use in uses] == stage.prompts
     uses[0].free()
     uses[1].free()
@@ -367,7 +367,7 @@ async def test_rebuilding_freed_media_waits_for_room_in_the_arena(arena):
     full = ArenaFull("no room")
     stage = Script(await maker.tokenize(None), full, full, await maker.tokenize(None))
     (source,) = await tokenized(stage, [request_of_items([{"text": "a"}], chat=False)])
-    use = source.use()
+    use = Use(source)
     await use.take()
     use.free()
     assert await freed(use) is maker.prompts[1]
