@@ -159,9 +159,9 @@ def _shared_memory(config: WorkerConfig) -> Finding:
         return Finding("shared memory", "error", f"no file can be created in {SHM_DIRECTORY}", why)
     if (free := space.free_bytes) is None:  # `_memory` checks the host's memory instead
         return Finding(
-            "shared memory", "ok", f"{SHM_DIRECTORY} has no size limit; at most {needed / MiB:.0f} MiB will be used"
+            "shared memory", "ok", f"{SHM_DIRECTORY} has no size limit; {needed / MiB:.0f} MiB will be reserved"
         )
-    found = f"{SHM_DIRECTORY} has {free / MiB:.0f} MiB free; at most {needed / MiB:.0f} MiB will be used"
+    found = f"{SHM_DIRECTORY} has {free / MiB:.0f} MiB free; {needed / MiB:.0f} MiB will be reserved"
     if free < needed:
         advice = (
             "enlarge it (docker run --shm-size=2g; Kubernetes: an emptyDir with medium Memory on /dev/shm), or "

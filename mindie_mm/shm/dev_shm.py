@@ -76,14 +76,13 @@ def make_anonymous() -> int:
         raise SharedMemoryError(f"cannot create a file in {SHM_DIRECTORY}: {message}") from error
 
 
-def reserve(descriptor: int, nbytes: int, what: str, *, first_bytes: int | None = None) -> None:
-    """Allocate the pages of a file, so that a later write does not raise SIGBUS because /dev/shm is full.
+def reserve(descriptor: int, nbytes: int, what: str) -> None:
+    """Allocate all pages of a file, so that a later write does not raise SIGBUS because /dev/shm is full.
 
     Args:
         descriptor: The open file.
-        nbytes: Size of the file in bytes. There must be room for all of it.
+        nbytes: Size to allocate in bytes.
         what: Purpose of the file, for error messages.
-        first_bytes: Number of bytes to allocate, from the start of the file. None means all.
 
     Raises:
         SharedMemoryError: There is not enough space, or the allocation fails for another reason.
@@ -95,8 +94,7 @@ def reserve(descriptor: int, nbytes: int, what: str, *, first_bytes: int | None 
     if space.free_bytes is not None and nbytes > space.free_bytes:
         raise SharedMemoryError(why)
     try:
-        os.posix_fallocate(descriptor, 0, nbytes if first_bytes is None else min(first_bytes, nbytes))
-        os.ftruncate(descriptor, nbytes)
+        os.posix_fallocate(descriptor, 0, nbytes)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.ENOMEM):
             raise SharedMemoryError(why) from error

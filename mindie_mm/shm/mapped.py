@@ -170,11 +170,10 @@ class MappedArena:
         return pieces
 
     def populate(self) -> None:
-        """Fault in the pages that the arena has so far, once, in the background. Reading other pages would add them."""
+        """Fault in the whole mapping once, in the background."""
         if self._populator is None:
-            populated = layout.ArenaStats.read(self._descriptor).populated_bytes
             self._populator = Populator(MADV_POPULATE_READ)
-            self._populator.start(self.map, min(populated, self._file_bytes))
+            self._populator.start(self.map)
 
     def free(self, ref: Ref) -> bool:
         """Ask the owner to free a block.

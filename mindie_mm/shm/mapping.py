@@ -110,7 +110,7 @@ STEP_BYTES = 1 << 20
 
 
 class Populator:
-    """Background thread that populates the first pages of a mapping, step by step, until it has ended or is stopped."""
+    """Background thread that populates a mapping from its start, step by step, until it is complete or stopped."""
 
     def __init__(self, advice: int, report: Callable[[int], None] | None = None) -> None:
         """Prepare the thread.
@@ -121,19 +121,19 @@ class Populator:
 
         """
         self.done = Event()
-        """Event that is set when the pages are populated, or when population was stopped or is impossible."""
+        """Event that is set when every page is populated, or when population was stopped or is impossible."""
         self._advice = advice
         self._report = report or _ignore
         self._stopped = False
         self._thread: Thread | None = None
 
-    def start(self, mapping: mmap.mmap, total: int) -> None:
-        """Start to populate the first `total` bytes of `mapping` in the background. Call this method only once."""
-        thread = Thread(target=self._run, args=(mapping, total), name="mindie_mm-populate", daemon=True)
+    def start(self, mapping: mmap.mmap) -> None:
+        """Start to populate `mapping` in the background. Call this method only once."""
+        thread = Thread(target=self._run, args=(mapping,), name="mindie_mm-populate", daemon=True)
         try:
             thread.start()
         except RuntimeError:  # the container allows no more threads: pages are faulted in on first use
-            self._report(total)
+            self._report(len(mapping))
             self.done.set()
         else:
             self._thread = thread
@@ -148,7 +148,8 @@ class Populator:
         if self._thread is not None:
             self._thread.join()
 
-    def _run(self, mapping: mmap.mmap, total: int) -> None:
+    def _run(self, mapping: mmap.mmap) -> None:
+        total = len(mapping)
         with suppress(OSError):  # the kernel may not support huge pages for shared memory
             mapping.madvise(mmap.MADV_HUGEPAGE)
         for start in range(0, total, STEP_BYTES):

@@ -16,7 +16,6 @@ import httpx2
 import pytest
 
 from mindie_mm.settings.config import ServiceConfig
-from mindie_mm.shm.owner.arena_file import STEP_BYTES
 from service.messages.front import is_messages
 from tests.attacks.watched import Watched
 from tests.warm import running_service
@@ -24,7 +23,6 @@ from tools.demo import data_url, picture
 from tools.serving import RunningService
 
 MiB = 2**20
-ARENA_BYTES = 64 * MiB
 CHAT = "/v1/chat/completions"
 MAX_PROCESSOR_S = 3.0
 """Maximum CPU time in seconds that one attack may cost, summed over all processes of the service.
@@ -93,7 +91,7 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
     _fill(media, folder)
     # Memory sizes are set to keep the service small. All limits on requests and media have their defaults.
     settings = {
-        "arena_bytes": ARENA_BYTES,
+        "arena_bytes": 64 * MiB,
         "kv_cache_bytes": 64 * MiB,
         "encoder_cache_bytes": 16 * MiB,
         "spool": folder / "spool",
@@ -148,8 +146,8 @@ def _fill(media: Path, outside: Path) -> None:
 
 
 def _wait_until_populated(service: RunningService) -> None:
-    """Wait until the first pages of the arena are in memory. Otherwise, they would count as an attack's memory."""
+    """Wait until all pages of the arenas are in memory. Otherwise, they would count as memory that an attack uses."""
     deadline = time.monotonic() + 60
-    while service.get("/health")["shared_memory"]["populated"] < STEP_BYTES / ARENA_BYTES / 2:
+    while service.get("/health")["shared_memory"]["populated"] < 1:
         assert time.monotonic() < deadline
         time.sleep(0.02)

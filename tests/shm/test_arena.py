@@ -32,7 +32,7 @@ def publish(arena: Arena, specs: dict[str, ArraySpec] = PAGE_SPECS, path_file: P
         return block.publish()
 
 
-def test_an_arena_is_a_private_reserved_file_until_it_is_closed() -> None:
+def test_an_arena_is_a_private_fully_reserved_file_until_it_is_closed() -> None:
     with Arena.create(3_000_000) as arena:
         status = arena.path.stat()
         assert arena.path == Path(f"/dev/shm/mindie_mm-{arena.number:04x}")
@@ -43,28 +43,6 @@ def test_an_arena_is_a_private_reserved_file_until_it_is_closed() -> None:
             assert ArenaStats.read(file.fileno()).populated_bytes == status.st_size
     assert not arena.path.exists()
     arena.close()
-
-
-def test_a_large_arena_reserves_memory_when_blocks_first_need_it() -> None:
-    def allocated() -> int:
-        return arena.path.stat().st_blocks * 512
-
-    with Arena.create(100 << 20) as arena:
-        assert arena.populated.wait(120)
-        at_rest = allocated()
-        assert at_rest < 9 << 20
-        publish(arena, HALF_SPECS)
-        assert allocated() == at_rest
-        assert arena.used_bytes < 1 << 20
-        large = publish(arena, {"x": ArraySpec((50 << 20,), "uint8")})
-        assert 50 << 20 < allocated() < 60 << 20
-        with attach(large) as view:
-            assert not view["x"].any()
-        grown = allocated()
-        free(large)
-        publish(arena, {"x": ArraySpec((50 << 20,), "uint8")})
-        assert allocated() == grown
-        assert 50 << 20 < arena.used_bytes < 60 << 20
 
 
 @pytest.mark.parametrize("capacity", [0, -5, 1.5, "x", True])

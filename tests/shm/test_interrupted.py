@@ -276,8 +276,8 @@ def test_a_child_forked_during_creation_does_not_keep_the_arena_alive(start, pat
     owner = start(f"""
 import {module} as module
 real = module.{name}
-def forking(*args, **named):
-    real(*args, **named)
+def forking(*args):
+    real(*args)
     reader, writer = os.pipe()
     if os.fork() == 0:
         os.write(writer, b"1")  # the child has closed the arena's file

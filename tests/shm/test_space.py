@@ -85,7 +85,7 @@ def test_reading_the_memory_of_the_host_without_proc_fails(tmp_path: Path, monke
 @pytest.mark.parametrize(
     ("space", "status", "found"),
     [
-        (ShmSpace(None, None, None, None, None), "ok", "/dev/shm has no size limit; at most 256 MiB will be used"),
+        (ShmSpace(None, None, None, None, None), "ok", "/dev/shm has no size limit; 256 MiB will be reserved"),
         (ShmSpace(2**40, 0, 2**40, 9, 1), "ok", "/dev/shm has 1048576 MiB free"),
         (ShmSpace(2**40, 0, 2**40, 9, 0), "error", "no file can be created in /dev/shm"),
         (ShmSpace(2**20, 0, 2**20, None, None), "error", "/dev/shm has 1 MiB free"),

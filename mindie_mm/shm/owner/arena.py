@@ -1,4 +1,4 @@
-"""The owner's side of an arena: a file in /dev/shm, in whose reserved space blocks are allocated."""
+"""The owner's side of an arena: a file in /dev/shm with fully reserved space, in which blocks are allocated."""
 
 from __future__ import annotations
 
@@ -72,8 +72,7 @@ class Arena:
         assert file.mapping is not None
         self._file = file
         self._table = Table(memoryview(file.mapping), file.header)
-        self._data_offset = file.header.data_offset
-        self._heap = Heap(self._data_offset, file.reserved_bytes)
+        self._heap = Heap(file.header.data_offset, file.header.file_bytes)
         self._quota_bytes = self.capacity_bytes // 2 if quota_bytes is None else quota_bytes
         self._used_by: dict[bytes, int] = {}  # bytes of the blocks of each request
         self._filling: dict[int, _Filling] = {}
@@ -105,7 +104,7 @@ class Arena:
 
     @property
     def populated(self) -> Event:
-        """Event that is set when the background thread has faulted in the first pages, or when the arena is closed."""
+        """Event that is set when the background thread has faulted in every page, or when the arena is closed."""
         return self._file.populated
 
     @property
@@ -126,7 +125,7 @@ class Arena:
     def used_bytes(self) -> int:
         """Total size in bytes of the blocks that have not been freed. Each size is rounded up to its size class."""
         self.sweep()
-        return self._taken_bytes
+        return self.capacity_bytes - self._heap.free_bytes
 
     @property
     def num_blocks(self) -> int:
@@ -327,8 +326,7 @@ class Arena:
             self._sweep()
         if demand.nbytes > self._heap.free_bytes:
             self._sweep(unasked=True)
-            missing = demand.nbytes - self._heap.free_bytes
-            if missing > 0 and not self._grow(missing):
+            if demand.nbytes > self._heap.free_bytes:
                 return None
         blocks: list[Block] = []
         try:
@@ -336,11 +334,7 @@ class Arena:
                 block = self._cut(plan, demand.request)
                 if block is None:
                     self._sweep(unasked=True)
-                    block = self._cut(plan, demand.request)
-                if block is None and self._grow(plan.size):
-                    block = self._cut(plan, demand.request)
-                if block is None:
-                    block = self._cut(plan, demand.request, in_pieces=True)
+                    block = self._cut(plan, demand.request) or self._cut(plan, demand.request, in_pieces=True)
                 if block is None:
                     self._free(blocks)
                     return None
@@ -349,15 +343,6 @@ class Arena:
             self._free(blocks)
             raise
         return blocks
-
-    def _grow(self, nbytes: int) -> bool:
-        """Reserve more of the file. Return whether /dev/shm had room for `nbytes`, or for all that was missing."""
-        self._begin_change()
-        added = self._file.reserve_more(nbytes)
-        if added is not None:
-            self._heap.free(added)
-        self._torn = False
-        return added is not None
 
     def _cut(self, plan: BlockPlan, request: bytes, *, in_pieces: bool = False) -> Block | None:
         """Allocate a block in one piece or in several pieces. Return None if the free space does not suffice."""
@@ -377,7 +362,7 @@ class Arena:
                 self._used_by[request] = self._used_by.get(request, 0) + nbytes
             stats = self._file.stats
             stats[ALLOCATIONS] += 1
-            stats[USED] = used = self._taken_bytes
+            stats[USED] = used = self.capacity_bytes - self._heap.free_bytes
             stats[PEAK] = max(stats[PEAK], used)
         self._torn = False
         return block
@@ -434,7 +419,7 @@ class Arena:
                 self._used_by[block.request] -= block.nbytes
                 if not self._used_by[block.request]:
                     del self._used_by[block.request]
-        self._file.stats[USED] = self._taken_bytes
+        self._file.stats[USED] = self.capacity_bytes - self._heap.free_bytes
         self._queue.has_freed |= bool(blocks)
 
     def _require_quota(self, demand: Demand) -> None:
@@ -450,19 +435,11 @@ class Arena:
                     f"{self._quota_bytes} bytes of an arena"
                 )
 
-    @property
-    def _taken_bytes(self) -> int:
-        """Total size of the blocks in bytes."""
-        return self._file.reserved_bytes - self._data_offset - self._heap.free_bytes
-
     def _why_full(self) -> str:
-        why = (
-            f"{self.capacity_bytes - self._taken_bytes} of {self.capacity_bytes} bytes are free, "
-            f"{self._heap.largest_bytes} of them in one piece; {self._table.num_free} of "
-            f"{self._file.header.num_entries} entries are free"
+        return (
+            f"{self._heap.free_bytes} of {self.capacity_bytes} bytes are free, {self._heap.largest_bytes} of them in "
+            f"one piece; {self._table.num_free} of {self._file.header.num_entries} entries are free"
         )
-        missing = self._file.header.file_bytes - self._file.reserved_bytes
-        return f"{why}; {missing} of the free bytes need room in /dev/shm" if missing else why
 
     def _is_filling(self, block: Block) -> bool:
         held = self._filling.get(block.entry)

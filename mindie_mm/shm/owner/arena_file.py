@@ -1,4 +1,4 @@
-"""The file of an arena. The file has its size and its first pages, and is locked, before it gets a name."""
+"""The file of an arena. The file is complete, fully reserved and locked before it gets a name."""
 
 from __future__ import annotations
 
@@ -20,19 +20,13 @@ from mindie_mm.shm.format.layout import (
     STATS_BYTES,
     STATS_OFFSET,
     ArenaHeader,
-    Extent,
     Owner,
     Pieces,
     file_name,
-    round_up,
 )
 from mindie_mm.shm.format.words import MAX_ARENA
 from mindie_mm.shm.liveness_lock import LivenessLock, unlink_same
 from mindie_mm.shm.mapping import MADV_POPULATE_WRITE, Populator, map_pieces
-from mindie_mm.shm.reclaim import collect
-
-STEP_BYTES = 8 << 20
-"""Number of bytes, or a multiple of it, that are reserved at a time."""
 
 # Minimum interval in nanoseconds between two checks that the file is still intact.
 _LOOK_NS = 1_000_000
@@ -54,13 +48,11 @@ class ArenaFile:
         """Counters in the header page, as 8-byte words. `ArenaStats` defines the indices."""
         self._lock = lock
         self._packed, self._file_bytes = header.pack(), header.file_bytes
-        self.reserved_bytes = _first_bytes(header)
-        """Number of bytes from the start of the file whose pages are allocated. Only they may be read or written."""
         self._seen_ns = 0
         self._populator = Populator(MADV_POPULATE_WRITE, partial(self.stats.__setitem__, POPULATED))
         # Children of multiprocessing, such as DataLoader workers, exit with os._exit, which skips weakref.finalize.
         self._finalizer = Finalize(self, _remove, (self.path, lock, self._populator), exitpriority=0)
-        self._populator.start(mapping, self.reserved_bytes)
+        self._populator.start(mapping)
 
     @classmethod
     def create(cls, capacity_bytes: int) -> ArenaFile:
@@ -79,7 +71,7 @@ class ArenaFile:
         with os_errors_as(SharedMemoryError, f"cannot lock a file in {SHM_DIRECTORY}"):
             lock = LivenessLock(make_anonymous())
         try:
-            reserve(lock.descriptor, header.file_bytes, "the arena", first_bytes=_first_bytes(header))
+            reserve(lock.descriptor, header.file_bytes, "the arena")
             mapping = _map(lock.descriptor, header.file_bytes)
             header = _link(lock.descriptor, header)
         except BaseException:
@@ -89,7 +81,7 @@ class ArenaFile:
 
     @property
     def populated(self) -> Event:
-        """Event that is set when the background thread has faulted in the first pages, or when the file is closed."""
+        """Event that is set when the background thread has faulted in every page, or when the file is closed."""
         return self._populator.done
 
     @property
@@ -131,33 +123,6 @@ class ArenaFile:
                 )
             self._seen_ns = now_ns
 
-    def reserve_more(self, nbytes: int) -> Extent | None:
-        """Reserve at least `nbytes` more bytes, or as many as the file lacks.
-
-        Returns:
-            The new bytes, or None if all bytes are reserved already, or if /dev/shm has no room for them.
-
-        """
-        self._populator.join()  # it counts the pages, too
-        start = self.reserved_bytes
-        stop = min(start + round_up(nbytes, STEP_BYTES), self._file_bytes)
-        if start == stop:
-            return None
-        added = Extent(start, stop - start)
-        if not self._allocates(added):
-            collect()  # dead processes may have left memory behind
-            if not self._allocates(added):
-                return None
-        self.reserved_bytes = self.stats[POPULATED] = stop
-        return added
-
-    def _allocates(self, pages: Extent) -> bool:
-        try:
-            os.posix_fallocate(self._lock.descriptor, *pages)
-        except OSError:  # /dev/shm or the machine's memory is full
-            return False
-        return True
-
     def map(self, pieces: Pieces) -> memoryview:
         """Map the pieces contiguously for writing. Raise SharedMemoryError if the kernel refuses."""
         descriptor = reopened(self._lock.descriptor)
@@ -186,11 +151,6 @@ def _remove(path: Path, lock: LivenessLock, populator: Populator) -> None:
     if lock.held:
         unlink_same(path, lock.descriptor)
     lock.close()
-
-
-def _first_bytes(header: ArenaHeader) -> int:
-    """Return the number of bytes that are reserved when the file is created."""
-    return min(header.data_offset + STEP_BYTES, header.file_bytes)
 
 
 def _map(descriptor: int, file_bytes: int) -> mmap.mmap:
