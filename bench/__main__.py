@@ -14,6 +14,7 @@ NAMES = (
     "shm",
     "engine",
     "prompt_lookup",
+    "loras",
     "models",
     "experts",
     "batch",

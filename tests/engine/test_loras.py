@@ -10,6 +10,7 @@ from contextlib import aclosing
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -20,6 +21,7 @@ from mindie_mm.errors import InputError, ModelNotFound, OperationalError
 from mindie_mm.models import load_model
 from mindie_mm.nn.checkpoint.directory import EMBEDDED
 from mindie_mm.settings.config import EngineConfig, WorkerConfig
+from mindie_mm.worker.content import contents_of
 from mindie_mm.worker.deltas import Answer
 from mindie_mm.worker.worker import Worker
 from tests.lora_samples import assert_close, linear_names, merge, scored, write_adapter
@@ -247,3 +249,32 @@ async def test_loading_and_unloading_lose_no_request(worker, expected, tmp_path)
     assert "new" not in worker.loras
     with pytest.raises(ModelNotFound):
         await worker.loras.unload("new")
+
+
+def test_requests_with_different_adapters_have_no_prefix_in_common():
+    ids = np.arange(256)
+    keys = [contents_of(ids, "", lora).first_key for lora in (None, "a", "b", "a")]
+    assert keys[1] == keys[3]
+    assert len({*keys}) == 3
+
+
+@pytest.mark.slow
+async def test_all_replicas_load_an_adapter_and_keep_it(folders, expected):
+    lora = (f"everything={folders['everything']}",)
+    config = WorkerConfig(engine=CPU, lora=lora, replicas=2)
+    async with await Worker.start(config, in_process=True) as worker:
+        await worker.loras.load("text 1", folders["text 1"])
+        with pytest.raises(InputError, match="is not a folder"):
+            await worker.loras.load("text 2", folders["text 1"] / "nowhere")
+        names = ["everything", "text 1", None] * 4
+        for _ in range(2):
+            answers = [
+                worker.whole_answer(torch.tensor(IDS), msgspec.structs.replace(GREEDY, lora=name), f"{number}")
+                for number, name in enumerate(names)
+            ]
+            found = await asyncio.gather(*answers)
+            assert [one.token_ids for one in found] == [expected[name] for name in names]
+            os.kill(worker.engine.engines[0].pid, signal.SIGKILL)
+        await worker.loras.unload("text 1")
+        with pytest.raises(ModelNotFound):
+            await tokens_of(worker, "text 1")

@@ -310,3 +310,13 @@ def test_an_adapter_that_peft_writes_has_the_logits_of_peft(config, random_check
     settings = json.loads(file.read_text())
     assert settings["init_lora_weights"] is False
     torch.testing.assert_close(logits(model, tmp_path / "adapter"), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_an_adapter_changes_int8_weights_as_it_changes_others(random_checkpoint, model, adapter):
+    quantized = load_model(random_checkpoint, "cpu", "float32", weights="int8")
+    quantized.enable_loras(1, 8)
+    plain, with_adapter = model.logits(IDS), logits(model, adapter)
+    rounding = (quantized.logits(IDS) - plain).abs().mean()
+    difference = (logits(quantized, adapter) - with_adapter).abs().mean()
+    assert 0 < rounding < 0.1 * (with_adapter - plain).abs().mean()
+    assert difference < 2 * rounding
