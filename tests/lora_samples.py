@@ -72,7 +72,7 @@ def write_adapter(
         if config.get("lora_bias"):
             tensors[f"{name}.lora_B.bias"] = values(outputs) / 10
         if config.get("use_dora"):
-            norm = module.get_submodule(name).weight.float().norm(dim=1)
+            norm = module.get_submodule(name).weight.float().cpu().norm(dim=1)
             tensors[f"{name}.lora_magnitude_vector"] = norm * (1 + values(outputs).abs() / 3)
     for name in whole:
         tensors[f"{name}.weight"] = (
@@ -94,7 +94,9 @@ def merge(module: Any, folder: Path, rename: Sequence[tuple[str, str]] = ()) -> 
     `rename` are regular expressions and replacements for the names in the file.
     """
     config = json.loads((folder / "adapter_config.json").read_text())
-    tensors = load_file(folder / "adapter_model.safetensors")
+    tensors = {
+        name: tensor.to(module.device) for name, tensor in load_file(folder / "adapter_model.safetensors").items()
+    }
     parts: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in tensors.items():
         name = _renamed(key.removeprefix(PREFIX), rename)
