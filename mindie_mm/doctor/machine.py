@@ -15,11 +15,13 @@ import torch
 
 from mindie_mm.device import KINDS, SLOW_DTYPE, default_num_threads, open_device
 from mindie_mm.device.finding import Finding
-from mindie_mm.errors import MindieMMError
+from mindie_mm.errors import InputError, LimitExceeded, MindieMMError
 from mindie_mm.lockdown import support
 from mindie_mm.models import family_of, reading, unknown_keys
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import PretrainedFamily
+from mindie_mm.nn.lora.adapter import weights_file
+from mindie_mm.nn.lora.adapter_config import read_config
 from mindie_mm.nn.weights.build import check_weight_files
 from mindie_mm.settings.config import (
     EngineConfig,
@@ -53,6 +55,7 @@ def examine(configuration: Configuration, root: Path = Path("/"), *, operators: 
     yield _libraries()
     chosen = yield from _devices(config.engine, root, operators=operators)
     yield checkpoint_finding(config)
+    yield from _loras(config)
     yield _shared_memory(config)
     yield _memory(config, chosen)
     yield _open_files()
@@ -148,6 +151,28 @@ def checkpoint_finding(config: WorkerConfig) -> Finding:
     except MindieMMError as error:
         return Finding("checkpoint", "error", str(config.model or "embedded"), str(error))
     return Finding("checkpoint", "ok", f"{checkpoint.path} is served by {family.__name__}", message)
+
+
+def _loras(config: WorkerConfig) -> Iterator[Finding]:
+    """Check the settings of LoRA adapters. Their shapes are checked when the model is loaded."""
+    for name, folder in config.lora_folders.items():
+        subject = f"LoRA adapter {name}"
+        try:
+            adapter, _ = read_config(folder)
+            weights_file(folder)
+            if adapter.most_rank > config.engine.max_lora_rank:
+                limit = config.engine.max_lora_rank
+                raise LimitExceeded(
+                    f"the adapter has rank {adapter.most_rank}; the limit is {limit}. Raise max_lora_rank"
+                )
+            if config.engine.tensor_parallel > 1:
+                raise InputError("adapters need --tensor-parallel 1")
+        except MindieMMError as error:
+            yield Finding(subject, "error", f"{folder} cannot be served", str(error))
+            continue
+        base = f" of {adapter.base}" if adapter.base else ""
+        how = "torch runs the steps of its requests, without compiled code and graphs"
+        yield Finding(subject, "ok", f"rank {adapter.most_rank}{base}; {how}")
 
 
 def _shared_memory(config: WorkerConfig) -> Finding:

@@ -55,3 +55,14 @@ def test_rows_are_answered_with_an_adapter_and_continued_only_with_the_same(fold
     generated("again", folders[0])
     with pytest.raises(InputError, match=r"lora was .* and is now "):
         generated("again", folders[1])
+
+
+def test_doctor_checks_adapters(folders, tmp_path):
+    given = [f"--lora=small={folders[0]}", f"--lora=large={folders[1]}", f"--lora=none={tmp_path}"]
+    ended = warm.run([BIN, "doctor", "--json", "--device", "cpu", *given], timeout=TIMEOUT_S)
+    found = {one["subject"]: one for one in json.loads(ended.stdout) if one["subject"].startswith("LoRA")}
+    assert found["LoRA adapter small"]["status"] == "ok"
+    assert "torch runs the steps of its requests" in found["LoRA adapter small"]["found"]
+    assert "has rank 70; the limit is 64" in found["LoRA adapter large"]["advice"]
+    assert "has no adapter_config.json" in found["LoRA adapter none"]["advice"]
+    assert ended.returncode == 1

@@ -99,7 +99,7 @@ def read_adapter(folder: Path, targets: Targets, max_rank: int) -> Adapter:
 
     """
     config, stated = read_config(folder)
-    file = _weights_file(folder)
+    file = weights_file(folder)
     try:
         with safe_open(file, "pt") as opened:  # the header, so that wrong weights are never read
             shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
@@ -113,7 +113,8 @@ def read_adapter(folder: Path, targets: Targets, max_rank: int) -> Adapter:
     return Adapter(digest_of(stated, data), tuple(reading.changes(tensors)))
 
 
-def _weights_file(folder: Path) -> Path:
+def weights_file(folder: Path) -> Path:
+    """Return the file with an adapter's weights. Raise UnsupportedCheckpoint if there is none, or only a pickle."""
     if (folder / WEIGHTS).is_file():
         return folder / WEIGHTS
     if pickles := [name for name in _PICKLES if (folder / name).exists()]:
