@@ -1,6 +1,6 @@
 """Hashes of media as in vLLM, under which its servers find media in their caches.
 
-The format is that of `MultiModalHasher` in vLLM 0.32 and 0.33: blake3 of chunks that are preceded by their length, and
+The format is that of `MultiModalHasher` in vLLM 0.32: blake3 of chunks that are preceded by their length, and
 of values that are preceded by a tag.
 """
 
