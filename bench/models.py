@@ -9,7 +9,7 @@ also preprocessed from decoded pixels, because decoding takes most of the time o
 preprocessing ends with a published block in shared memory.
 
 The towers of mindie_mm read bytes, but the towers of transformers read normalized floats. The table therefore also
-contains the sum of both steps. Prefill compares the layers over KV blocks with a call of transformers' model that keeps
+contains the sum of both steps. Prefill compares the layers over KV blocks with a call to transformers' model that keeps
 its cache. A request passes through the engine's queue, KV blocks and sampler, and is compared with `generate` for one
 token. Families whose reference is golden data are measured without a comparison.
 """

@@ -44,7 +44,7 @@ _current = LogSettings()
 
 
 def current() -> LogSettings:
-    """Return the settings from the last call of `configure`, which new worker processes inherit."""
+    """Return the settings from the last call to `configure`, which new worker processes inherit."""
     return _current
 
 

@@ -1,4 +1,4 @@
-"""A worker that never reads its channel, for tests of how workers end."""
+"""A worker that never reads its channel, to test how workers end."""
 
 import threading
 from pathlib import Path

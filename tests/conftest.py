@@ -115,7 +115,7 @@ def pytest_configure(config: pytest.Config) -> None:
     or as a background job of a shell, where these signals are ignored.
     """
     gc.disable()  # until all tests are collected, because nearly everything that is created stays
-    for marker in MARKERS:  # here, so that tests of a family in another repository know them, too
+    for marker in MARKERS:  # here, so that tests for a family in another repository know them, too
         config.addinivalue_line("markers", marker)
     # Of two values of one choice, the last one counts.
     os.environ["MINDIE_MM_KERNELS"] = ",".join([KERNELS, *filter(None, [os.environ.get("MINDIE_MM_KERNELS")])])

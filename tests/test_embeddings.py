@@ -1,4 +1,4 @@
-"""Tests of embeddings as values of items."""
+"""Tests for embeddings as values of items."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the names that `import mindie_mm` offers."""
+"""Tests for the names that `import mindie_mm` offers."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Tests of parsing items and messages."""
+"""Tests for parsing items and messages."""
 
 import io
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tests of log records, including records with exceptions."""
+"""Tests for log records, including records with exceptions."""
 
 import asyncio
 import io

@@ -1,4 +1,4 @@
-"""Tests of the documentation: the README, links, decision records, and the code and files that pages refer to."""
+"""Tests for the documentation: the README, links, decision records, and the code and files that pages refer to."""
 
 import ast
 import re

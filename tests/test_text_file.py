@@ -1,4 +1,4 @@
-"""Tests of the charsets of text files."""
+"""Tests for the charsets of text files."""
 
 import base64
 from pathlib import Path

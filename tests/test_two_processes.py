@@ -1,4 +1,4 @@
-"""Tests of the example with two processes, with both wire formats."""
+"""Tests for the example with two processes, with both wire formats."""
 
 from __future__ import annotations
 

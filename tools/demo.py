@@ -196,7 +196,7 @@ def chat(title: str, text: str, media: list[dict[str, Any]], answer: str, *, str
 
 
 def called(title: str, text: str, media: list[dict[str, Any]]) -> Question:
-    """Return a question whose answer is a call of a tool with the color of the picture."""
+    """Return a question whose answer is a call to a tool with the color of the image."""
     parameters = {"type": "object", "properties": {"color": {"enum": COLORS}}, "required": ["color"]}
     tool = {"name": "paint", "description": "Paints the wall.", "parameters": parameters}
     question = chat(title, text, media, 'paint({"color": "red"})')

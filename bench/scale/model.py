@@ -7,7 +7,7 @@
     python -m bench.scale.model --quick                                # at most 100 replicas
 
 `bench.scale.validation.compare` describes the file for --validate. The status is 1 if a prediction differs by more than
-20 %.
+20%.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def tables(figures: dict[str, Any]) -> str:
 
 def _shown_decoders(figures: dict[str, Any]) -> str:
     rows = figures["decoders"]
-    lines = ["Decoders that keep one accelerator busy for 95 % of the time, by the accelerator's time per picture.", ""]
+    lines = ["Decoders that keep one accelerator busy for 95% of the time, by the accelerator's time per picture.", ""]
     lines += ["| picture | " + " | ".join(f"{ms} ms" for ms in ACCELERATOR_MS) + " |"]
     lines += ["| --- " * (1 + len(ACCELERATOR_MS)) + "|"]
     for size in dict.fromkeys(row["size"] for row in rows):

@@ -166,7 +166,7 @@ def table(measured: Sequence[Point], rates: Sequence[Routed]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, write the results, and return 1 if content routing has less than 95 % of one engine's hit rate."""
+    """Measure, write the results, and return 1 if content routing has less than 95% of one engine's hit rate."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--short", action="store_true")
     short = parser.parse_args(arguments).short

@@ -1,4 +1,4 @@
-"""Tests of LLaVA v1, whose family replaces one part of a transformers class."""
+"""Tests for LLaVA v1, whose family replaces one part of a transformers class."""
 
 from __future__ import annotations
 

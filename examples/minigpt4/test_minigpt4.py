@@ -1,4 +1,4 @@
-"""Tests of MiniGPT-4 as an installed package outside the repository, including the contract tests of all families."""
+"""Tests for MiniGPT-4 as an installed package outside the repository, including the contract tests of all families."""
 
 from __future__ import annotations
 

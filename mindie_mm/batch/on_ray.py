@@ -228,7 +228,7 @@ class _Mark(msgspec.Struct, frozen=True):
     """Record of a chunk's current row and of the rows at which actors died."""
 
     call: str
-    """Identifier of the call of `shards` that wrote this record. Records of earlier calls are ignored, because a call
+    """Identifier of the call to `shards` that wrote this record. Records of earlier calls are ignored, because a call
     that was stopped leaves the same record as a call whose actor died."""
     deaths: dict[int, int]
     """Rows that were begun and not finished, with the number of times that this happened."""

@@ -93,7 +93,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     plan: bool = False
     """Whether media are only planned from their headers. The run then has no arrays."""
     webui_images: bool = False
-    """Whether texts may contain pictures in the format of text-generation-webui."""
+    """Whether texts may contain images in the format of text-generation-webui."""
     limit_mm_per_prompt: PromptLimits = {}
     """Maximum number of media items in a row, by kind. A row with more items fails."""
     media: MediaCaps = MediaCaps()

@@ -94,7 +94,7 @@ def tokenize_dataset(
         limit: Number of rows to tokenize, or None for all rows.
         select_columns: Columns or keys to read, as a list or separated by commas. The default is all.
         keep_columns: Columns or keys to copy to the output, as a list of names, as a mapping from names to types, or as
-            a text such as "label,score=double".
+            a string such as "label,score=double".
         whole_conversations: Whether to keep the answers in conversations, for training.
         assistant_spans: Whether to record which tokens the assistant writes, for training.
         plan: Whether to count tokens from the headers of media instead of preprocessing the media.
@@ -103,7 +103,7 @@ def tokenize_dataset(
         parse_special: Whether control tokens in texts without a chat template are control tokens: "on" or "off".
         max_tokens: Maximum number of tokens of a row, or 0 for no limit. A longer row fails.
         truncate: Whether to shorten longer rows instead.
-        webui_images: Whether to read pictures in texts, in the format of text-generation-webui.
+        webui_images: Whether to read images in texts, in the format of text-generation-webui.
         limit_mm_per_prompt: Maximum number of media items in a row, such as {"image": 4, "video": 1}.
         on_error: What a failed row does: "skip" records its error, "stop" stops the run, and "fail-after=N" stops the
             run at the Nth failed row.

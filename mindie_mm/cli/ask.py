@@ -36,7 +36,7 @@ def command(
     as_json: bool,
     **flags: Any,
 ) -> None:
-    """Ask QUESTION about pictures, videos and sounds, and print the answer while it is generated.
+    """Ask QUESTION about images, videos and audio clips, and print the answer while it is generated.
 
     This command loads the model for one question. To ask several questions, start `mindie-mm chat` or `mindie-mm
     serve`.

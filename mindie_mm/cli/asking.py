@@ -59,7 +59,7 @@ _OPTIONS = (
 )  # fmt: skip
 webui_option = click.option(
     "--webui-images", is_flag=True,
-    help='Read pictures in texts, in the format of text-generation-webui: <img src="data:image/jpeg;base64,...">.',
+    help='Read images in texts, in the format of text-generation-webui: <img src="data:image/jpeg;base64,...">.',
 )  # fmt: skip
 _KEPT_CONTROLS = "\n\t"
 _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in _KEPT_CONTROLS}

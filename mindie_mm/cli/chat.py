@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 PROMPT = "> "
 _KINDS = ("image", "video", "audio")
 HELP = """\
-/image PATH   send a picture with the next message
+/image PATH   send an image with the next message
 /video PATH   send a video with the next message
-/audio PATH   send a sound with the next message
+/audio PATH   send an audio clip with the next message
 /clear        begin a new conversation
 /help         show this help
 /exit         end the session, as Ctrl-D does"""
@@ -35,7 +35,7 @@ HELP = """\
 def command(*, webui_images: bool, **flags: Any) -> None:
     """Chat with a model in the terminal. The model answers each message in the context of the conversation so far.
 
-    /image PATH adds a picture to the next message, and /help lists the other commands. Ctrl-C stops an answer, and
+    /image PATH adds an image to the next message, and /help lists the other commands. Ctrl-C stops an answer, and
     Ctrl-D ends the session.
 
     If standard input is not a terminal, each line is a message. The exit status is then 1 if a message could not be

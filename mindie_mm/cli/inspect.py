@@ -19,7 +19,7 @@ from mindie_mm.processes.interrupts import importing
 @click.option("--other-model", is_flag=True,
               help="Accept a checkpoint even if its tokenizer files differ from the files that were used to tokenize "
               "the rows.")  # fmt: skip
-@click.option("--png", type=PATH, help="Write the row's pictures to this PNG file, on one page.")
+@click.option("--png", type=PATH, help="Write the row's images to this PNG file, on one page.")
 def command(folder: Path | str, row: int | None, model: Path | None, *, other_model: bool, png: Path | None) -> None:
     """Show the run that `mindie-mm tokenize` wrote to FOLDER, or one ROW of the run.
 
@@ -30,7 +30,7 @@ def command(folder: Path | str, row: int | None, model: Path | None, *, other_mo
         from mindie_mm.batch import Dataset
 
     if row is None and png is not None:
-        raise click.UsageError("--png writes the pictures of one row; give the number of the row as the argument ROW")
+        raise click.UsageError("--png writes the images of one row; give the number of the row as the argument ROW")
     dataset = Dataset(folder)
     if row is None:
         _show_run(dataset.manifest)
@@ -75,7 +75,7 @@ def _opened(run: Any, model: Path | None, *, other_model: bool, required: bool) 
 
 
 def _show_prompt(sample: Any, tokenizer: Any, processor: Any) -> list[Any]:
-    """Print the row's text and describe its media. Return the pictures. Without a tokenizer, print token ids."""
+    """Print the row's text and describe its media. Return the images. Without a tokenizer, print token ids."""
     from mindie_mm.shm.format.item import ITEM, MediaShape
 
     def shown(ids: Any) -> str:
@@ -97,7 +97,7 @@ def _show_prompt(sample: Any, tokenizer: Any, processor: Any) -> list[Any]:
 def _save(pictures: list[Any], png: Path) -> None:
     """Write `pictures` to one page. Raise StorageError if the file cannot be written."""
     if not pictures:
-        click.echo(f"the row has no pictures; {png} was not written")
+        click.echo(f"the row has no images; {png} was not written")
         return
     from mindie_mm.cli.sheet import contact_sheet
 
@@ -107,7 +107,7 @@ def _save(pictures: list[Any], png: Path) -> None:
 
 
 def _counted(pictures: list[Any]) -> str:
-    return f"{len(pictures)} picture{'' if len(pictures) == 1 else 's'}"
+    return f"{len(pictures)} image{'' if len(pictures) == 1 else 's'}"
 
 
 def _show_run(manifest: Any) -> None:

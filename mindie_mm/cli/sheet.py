@@ -1,4 +1,4 @@
-"""Contact sheets: the pictures of a row on one page."""
+"""Contact sheets: the images of a row on one page."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _GROUND = (255, 255, 255)
 
 
 def contact_sheet(pictures: Sequence[NDArray[np.uint8]]) -> Image.Image:
-    """Return a page with the pictures in a grid. The page is about as wide as it is high.
+    """Return a page with the images in a grid. The page is about as wide as it is high.
 
     Args:
-        pictures: RGB pictures, uint8 [height, width, 3]. Each picture is reduced to at most `_SIDE` x `_SIDE` pixels.
+        pictures: RGB images, uint8 [height, width, 3]. Each image is reduced to at most `_SIDE` x `_SIDE` pixels.
 
     """
     columns = math.ceil(math.sqrt(len(pictures)))

@@ -58,7 +58,7 @@ _LIMITS = {field.name for field in fields(MediaCaps)} - NO_DECODERS
               help="Shorten rows of more than --max-tokens tokens: remove their oldest text and whole media "
               "items.")  # fmt: skip
 @click.option("--webui-images", is_flag=True,
-              help="Read pictures in texts, in the format of text-generation-webui: "
+              help="Read images in texts, in the format of text-generation-webui: "
               '<img src="data:image/jpeg;base64,...">.')  # fmt: skip
 @click.option("--limit-mm-per-prompt", type=TEXT, metavar="LIMITS",
               help="Maximum number of media items in a row, such as image=4,video=1 or, as JSON, "
@@ -83,7 +83,7 @@ _LIMITS = {field.name for field in fields(MediaCaps)} - NO_DECODERS
               "folder.")  # fmt: skip
 @click.option("--sandbox", is_flag=True,
               help="Decode media in a sandboxed process of each worker, for files that you do not trust. A row with a "
-              "picture of 640x480 pixels then takes 1.4 times the processor time.")  # fmt: skip
+              "image of 640x480 pixels then takes 1.4 times the processor time.")  # fmt: skip
 @settings(MediaCaps, without=NO_DECODERS)
 @resuming()
 def command(

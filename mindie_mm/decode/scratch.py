@@ -42,7 +42,7 @@ class Scratch:
     def move(self, written: Mapping[str, NDArray[Any]], arrays: Mapping[str, NDArray[Any]]) -> None:
         """Copy the decoder's output to `arrays`, and clear the memory. `written` is the output, from `Scratch.arrays`.
 
-        Writing zeros takes 2 % of the time that a fresh file takes, because the pages stay allocated.
+        Writing zeros takes 2% of the time that a fresh file takes, because the pages stay allocated.
         """
         for name, array in written.items():
             arrays[name][...] = array

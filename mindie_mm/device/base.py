@@ -198,7 +198,7 @@ def default_num_threads() -> int:
     """Return the default number of host threads for computing.
 
     OMP_NUM_THREADS or MKL_NUM_THREADS sets this number. Without these variables, it is the number of CPUs that the
-    affinity mask and the control group allow.
+    affinity mask and the cgroup allow.
     """
     return torch.get_num_threads() if has_thread_count() else available_cpus()
 

@@ -31,7 +31,7 @@ _FILES = (
 def available_bytes(mount: Path = cgroup.MOUNT, own: Path = cgroup.OWN) -> int:
     """Return the amount of memory that this process may allocate, in bytes.
 
-    The host's free memory and the limits of the control groups are taken into account.
+    The host's free memory and the limits of the cgroups are taken into account.
 
     Args:
         mount: Has the same meaning as in `cgroup.folders`.

@@ -40,7 +40,7 @@ class Uploads:
     def add(self, values: NDArray[Any] | Sequence[Any]) -> Callable[[], Tensor]:
         """Return a function that returns `values` on the device.
 
-        The first call of any such function copies all arrays that were added so far.
+        The first call to any such function copies all arrays that were added so far.
         """
         number = len(self._arrays)
         self._arrays.append(np.ascontiguousarray(values))

@@ -148,7 +148,7 @@ class BaseEngine(ABC):
         return None
 
     def encode(self, message: Encode) -> Progress:
-        """Return the features of the next media items of a prompt, as many as one call of the tower takes."""
+        """Return the features of the next media items of a prompt, as many as one call to the tower takes."""
         request_id = message.request_id
         ids = np.frombuffer(message.input_ids, dtype=np.int64)
         items = self._try_on_all(request_id, lambda: self._read(ids)[message.start :])

@@ -22,7 +22,7 @@ from mindie_mm.nn.paged_cache import PagedCache
 from mindie_mm.nn.splice import Splice
 
 PROMPT_ROWS = 64
-"""Number of prompt rows that one call of the head can always process in the reserved memory."""
+"""Number of prompt rows that one call to the head can always process in the reserved memory."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,7 +181,7 @@ class Scheduler(BaseScheduler):
             config: Settings of the engine.
             blocks: The KV blocks.
             encoder_cache: The features of media.
-            tower_limits: Limits of one call of a tower.
+            tower_limits: Limits of one call to a tower.
             states: Slots for the states of recurrent layers. None if the model has no such layers.
             most_guesses: Maximum number of guesses of a request in one step.
             cheap_rows: Number of tokens up to which steps of decodes contain guesses.
@@ -482,7 +482,7 @@ class Scheduler(BaseScheduler):
 
 @dataclass(frozen=True, slots=True)
 class TowerLimits:
-    """Limits of one call of a tower. A single item that exceeds the limits is still accepted."""
+    """Limits of one call to a tower. A single item that exceeds the limits is still accepted."""
 
     tokens: int
     """Maximum number of features."""

@@ -29,7 +29,7 @@ Features = dict[ItemKey, Tensor]
 """Features of each media item of a step, [num_features, hidden], by `MediaItem.key`."""
 
 _MOST_FETCHED_BYTES = 64 * MiB
-"""Maximum size of prefetched media. About twenty pictures of 1420x720 pixels fit. Copying them takes 3 ms at 25
+"""Maximum size of prefetched media. About twenty images of 1420x720 pixels fit. Copying them takes 3 ms at 25
 GB/s."""
 
 
@@ -39,7 +39,7 @@ def fetched_bytes(max_tower_bytes: int) -> int:
 
 
 class Towers:
-    """The towers of a model. A call of a tower encodes as many items as the limits allow."""
+    """The towers of a model. A call to a tower encodes as many items as the limits allow."""
 
     def __init__(
         self, model: MediaModel, encoder_cache: EncoderCache, limits: TowerLimits, ranks: Ranks, *, by_item: bool
@@ -98,7 +98,7 @@ class Towers:
         return features, failed
 
     def encode_some(self, items: Sequence[MediaItem]) -> list[Tensor] | MindieMMError:
-        """Encode as many items, counted from the first, as fit into one call of the tower.
+        """Encode as many items, counted from the first, as fit into one call to the tower.
 
         Return their features, or an error. The encoder cache is neither read nor filled.
         """

@@ -17,7 +17,7 @@ _FLOATS = {"float16", "bfloat16", "float32"}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Embeddings:
-    """Features that the model's tower has computed before, in place of an image, a video or a sound.
+    """Features that the model's tower has computed before, in place of an image, a video or an audio clip.
 
     `LLM.encode` returns them. `{"image_embeds": Embeddings(array, grid)}` is the same as
     `{"image_embeds": array, "grid": grid}`.

@@ -20,7 +20,7 @@ from mindie_mm.models._clips import encoder_length
 _CHUNK = 100
 """Number of frames of a chunk."""
 _SLICE = 4
-"""Number of chunks in a call of the convolutions, whose results are 100 times as large as a chunk's features."""
+"""Number of chunks in a call to the convolutions, whose results are 100 times as large as a chunk's features."""
 
 
 def chunked_length(num_frames: int) -> int:

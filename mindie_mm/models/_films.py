@@ -1,6 +1,6 @@
-"""Films whose sound is part of the video item (`use_audio_in_video`).
+"""Films whose audio is part of the video item (`use_audio_in_video`).
 
-Source: arXiv 2503.20215, section 2.2 (time-interleaving). The tokens of the pictures and of the sound alternate, either
+Source: arXiv 2503.20215, section 2.2 (time-interleaving). The tokens of the images and of the audio alternate, either
 in chunks of the same length in time, or each at its time. The order equals `replace_video_with_audio_token` of
 transformers' processors, and the positions equal `get_rope_index` of their models.
 """
@@ -26,12 +26,12 @@ _GRID_NUMBERS = 5
 
 
 def is_film(grid: Grid) -> bool:
-    """Return whether a grid is (t, h, w, interval, frames), where `frames` belong to the spectrogram of the sound."""
+    """Return whether a grid is (t, h, w, interval, frames), where `frames` belong to the spectrogram of the audio."""
     return len(grid) == _GRID_NUMBERS
 
 
 def film_plan(pictures: tuple[Plan, Write], clip: tuple[Plan, Write]) -> tuple[Plan, Write]:
-    """Return the plan of a film from those of its pictures and of its sound."""
+    """Return the plan of a film from those of its images and of its audio."""
     (video, write_video), (sound, write_sound) = pictures, clip
 
     def write(arrays: Mapping[str, NDArray[Any]]) -> None:
@@ -49,34 +49,34 @@ def film_plan(pictures: tuple[Plan, Write], clip: tuple[Plan, Write]) -> tuple[P
 
 @dataclass(frozen=True, slots=True)
 class FilmLayout:
-    """Order and positions of the tokens of a film, in chunks of pictures and of sound in turn."""
+    """Order and positions of the tokens of a film, in chunks of images and of audio in turn."""
 
     side_step: ClassVar[int] = 0
     """Distance between the positions of the two tokens on each side of a film."""
     merge: int
     """Number of patches along each side that become one token."""
     num_sounds: Callable[[int], int]
-    """Function from the number of frames of the spectrogram to the number of tokens of the sound."""
+    """Function from the number of frames of the spectrogram to the number of tokens of the audio."""
     per_second: int | float
-    """Positions per second of video, and tokens of sound that belong to the same length of time."""
+    """Positions per second of video, and tokens of audio that belong to the same length of time."""
     chunk_s: float
     """Length in seconds of a chunk."""
 
     def num_pictures(self, grid: Grid) -> int:
-        """Return the number of tokens of the pictures."""
+        """Return the number of tokens of the images."""
         return math.prod(grid[:3]) // self.merge**2
 
     def num_features(self, grid: Grid) -> int:
-        """Return the number of tokens of the pictures and the sound."""
+        """Return the number of tokens of the images and the audio."""
         return self.num_pictures(grid) + self.num_sounds(grid[4])
 
     def is_sound(self, grid: Grid) -> NDArray[np.bool_]:
-        """Return for each token of a film whether it belongs to the sound."""
+        """Return for each token of a film whether it belongs to the audio."""
         runs = self._runs(grid)
         return np.repeat(np.arange(len(runs)) % 2 == 1, runs)
 
     def spelling(self, video: Placeholder, audio: Placeholder, grid: Grid) -> Spelling:
-        """Return the spelling of a film: the placeholders of both kinds in turn, inside the frame of the sound."""
+        """Return the spelling of a film: the placeholders of both kinds in turn, inside the frame of the audio."""
         ids = np.where(self.is_sound(grid), audio.token, video.token)
         return Spelling(runs=[[*audio.before, *ids.tolist(), *audio.after]], second_token=audio.token)
 
@@ -105,21 +105,21 @@ class FilmLayout:
         return next(length for length in reversed(self._runs(grid)) if length)
 
     def _runs(self, grid: Grid) -> list[int]:
-        """Return the number of tokens of each chunk of pictures and of sound, in turn."""
+        """Return the number of tokens of each chunk of images and of audio, in turn."""
         size = int(self.per_second * self.chunk_s)
         pictures = _chunks(self._picture_times(grid), size)
         sounds = _chunks(np.arange(self.num_sounds(grid[4])), size)
         return [length for pair in zip_longest(pictures, sounds, fillvalue=0) for length in pair]
 
     def _picture_times(self, grid: Grid) -> NDArray[np.float32]:
-        """Return the position in time of each token of the pictures, in the precision of the reference's model."""
+        """Return the position in time of each token of the images, in the precision of the reference's model."""
         interval, scale = map(np.float32, self.spacing(grid))
         times = np.arange(grid[0], dtype=np.float32) * interval * scale
         return np.repeat(times, self.num_pictures(grid) // grid[0])
 
 
 class MergedFilmLayout(FilmLayout):
-    """Order and positions of the tokens of a film, each picture at its time among the tokens of the sound."""
+    """Order and positions of the tokens of a film, each image at its time among the tokens of the audio."""
 
     side_step = 1
 
@@ -130,7 +130,7 @@ class MergedFilmLayout(FilmLayout):
         return is_sound
 
     def _exact_times(self, grid: Grid) -> NDArray[np.float64]:
-        """Return the position in time of each token of the pictures, in the precision of the reference's processor."""
+        """Return the position in time of each token of the images, in the precision of the reference's processor."""
         times = np.arange(grid[0]) * (1 / _rate(grid)) * self.per_second
         return np.repeat(times, self.num_pictures(grid) // grid[0])
 

@@ -1,6 +1,6 @@
 """Processor and model of the thinkers of Qwen's omni models: images, videos, audio and text in, text out.
 
-As in transformers and vLLM, the sound of a video is left out unless `use_audio_in_video` is set. The talker, which
+As in transformers and vLLM, the audio of a video is left out unless `use_audio_in_video` is set. The talker, which
 speaks the answer, is not supported.
 """
 
@@ -38,9 +38,9 @@ from mindie_mm.shm import ArraySpec
 from mindie_mm.shm.format.item import MediaShape
 
 _THINKER = "thinker_config"
-_SOUND_LEFT_OUT = "a video has sound, which is left out; set use_audio_in_video to include it"
+_SOUND_LEFT_OUT = "a video has audio, which is left out; set use_audio_in_video to include it"
 _TRACKS_LEFT_OUT = (
-    "a video has several sound tracks, of which only the one that players choose is used; send another track as an "
+    "a video has several audio tracks, of which only the one that players choose is used; send another track as an "
     "audio item"
 )
 _OF_ROPE = ("input_ids", "attention_mask", "image_grid_thw", "video_grid_thw")
@@ -54,7 +54,7 @@ class OmniProcessor(QwenProcessor):
     grid of a video is (t, h, w, interval), where `interval` is the time between two steps of t in picoseconds. The grid
     of a clip is (frames,).
 
-    The block of a video with its sound contains the arrays of both. Its grid is (t, h, w, interval, frames).
+    The block of a video with its audio contains the arrays of both. Its grid is (t, h, w, interval, frames).
     """
 
     traits = replace(
@@ -73,7 +73,7 @@ class OmniProcessor(QwenProcessor):
     audio_token: ClassVar[tuple[str, int]]
     """Key in config.json of the id that is repeated for each feature of a clip, with its default."""
     film_layout: ClassVar[type[FilmLayout]] = FilmLayout
-    """Class of the layout of videos with their sound."""
+    """Class of the layout of videos with their audio."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         checkpoint = thinker(checkpoint)
@@ -131,7 +131,7 @@ class OmniProcessor(QwenProcessor):
         starts = ids[:, :-1] == self.config.vision_start_token_id
         if (ids[:, 1:] == self.config.audio_start_token_id)[starts].any():
             raise InputError(
-                "a sample has a video with its sound, which cannot be packed. Use packing=0, or tokenize its row "
+                "a sample has a video with its audio, which cannot be packed. Use packing=0, or tokenize its row "
                 "without use_audio_in_video"
             )
         given = {name: batch[name] for name in _OF_ROPE if name in batch}
@@ -155,7 +155,7 @@ class OmniProcessor(QwenProcessor):
             return plan, write
         if not media.options.use_audio_in_video:
             return msgspec.structs.replace(plan, left_out=_SOUND_LEFT_OUT), write
-        with naming("the sound of the video"):
+        with naming("the audio of the video"):
             plan, write = film_plan((plan, write), self.clips.plan(Media("audio", None), data))
         return msgspec.structs.replace(plan, left_out=_TRACKS_LEFT_OUT if num_tracks > 1 else ""), write
 
@@ -231,7 +231,7 @@ class OmniModel(QwenModel):
 
     @abstractmethod
     def hear(self, items: Sequence[MediaItem]) -> list[Tensor]:
-        """Return the features of audio clips and of the sounds of videos, [num_features, hidden_size] each."""
+        """Return the features of audio clips and of the audio of videos, [num_features, hidden_size] each."""
 
 
 class OmniFamily(PretrainedFamily):

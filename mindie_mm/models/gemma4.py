@@ -86,7 +86,7 @@ class _Pictures:
         )
 
     def cells(self, height: int, width: int) -> tuple[int, int]:
-        """Return the rows and columns of features of a picture."""
+        """Return the rows and columns of features of an image."""
         # In the order of the reference, because rounding decides some sizes. It counts patches, whose side drops out.
         factor = math.sqrt(self.most * self.cell**2 / (height * width))
         rows, columns = (math.floor(factor * side / self.cell) for side in (height, width))
@@ -97,12 +97,12 @@ class _Pictures:
         return rows, columns
 
     def pixels(self, cells: Sequence[int]) -> tuple[int, int]:
-        """Return the height and width in pixels of a picture with these rows and columns of features."""
+        """Return the height and width in pixels of an image with these rows and columns of features."""
         return cells[0] * self.cell, cells[1] * self.cell
 
     @property
     def largest(self) -> tuple[int, int]:
-        """Height and width in pixels of a picture that has `most` features."""
+        """Height and width in pixels of an image that has `most` features."""
         rows = next(rows for rows in range(math.isqrt(self.most), 0, -1) if self.most % rows == 0)
         return self.pixels((rows, self.most // rows))
 
@@ -111,7 +111,7 @@ class Gemma4Processor(Processor):
     """Processor for Gemma 4.
 
     The block of an image or a video contains `pixel_values`, uint8 [images or frames, height, width, 3]. The grid is
-    the number of features (rows, columns) of each picture. For a video, the time of each frame in whole seconds
+    the number of features (rows, columns) of each image. For a video, the time of each frame in whole seconds
     follows.
 
     The block of an audio clip contains `input_features`, float32 [frames, bins]. The grid is (frames,).
@@ -231,7 +231,7 @@ class Gemma4Processor(Processor):
         return pixels.unfold(2, patch, patch).unfold(3, patch, patch).permute(0, 2, 3, 4, 5, 1).flatten(3).flatten(1, 2)
 
     def places(self, grid: tuple[int, ...]) -> Tensor:
-        """Return the column and row of each patch of a picture, int64 [patches, 2]."""
+        """Return the column and row of each patch of an image, int64 [patches, 2]."""
         rows, columns = (side // self._pictures["image"].patch for side in self._pictures["image"].pixels(grid))
         return torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).flip(1)
 

@@ -51,7 +51,7 @@ _MARKER = "<image>"
 _SIZES = "sizes"
 """Array of a block in AIDC-AI's layout."""
 _TILES = 4
-"""Tiles per call of the tower. The probabilities of the visual vocabulary take 67 MB per tile in float32."""
+"""Tiles per call to the tower. The probabilities of the visual vocabulary take 67 MB per tile in float32."""
 
 
 class Ovis2Processor(Processor):

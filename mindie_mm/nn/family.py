@@ -73,7 +73,7 @@ class Spelling:
     """Texts around the number of the item among the items of its kind, counted from 0, which precede `text`. None means
     that the item is not numbered."""
     second_token: int | None = None
-    """A second placeholder id in `runs`, such as that of a film's sound. Its embeddings are replaced, too."""
+    """A second placeholder id in `runs`, such as that of a film's audio. Its embeddings are replaced, too."""
 
 
 Write = Callable[[Mapping[str, np.ndarray[Any, Any]]], None]

@@ -42,8 +42,8 @@ def run(descriptor: int, log_settings: logs.LogSettings, module: str, arguments:
     # The parent decides when the worker stops, and then closes the channel.
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    # Warnings about a client's picture do not belong in the log. The filter is set once here, because warning filters
-    # affect all threads and must not be changed for each picture.
+    # Warnings about a client's image do not belong in the log. The filter is set once here, because warning filters
+    # affect all threads and must not be changed for each image.
     warnings.filterwarnings("ignore", module="PIL")
     with ChildChannel(descriptor) as channel:
         lifeline = Lifeline(channel)

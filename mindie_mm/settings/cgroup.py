@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 MOUNT = Path("/sys/fs/cgroup")
-"""Mount point of the control groups."""
+"""Mount point of the cgroups."""
 OWN = Path("/proc/self/cgroup")
-"""File that lists the control groups of this process."""
+"""File that lists the cgroups of this process."""
 
 
 def folders(controller: str, mount: Path = MOUNT, own: Path = OWN) -> tuple[list[Path], list[Path]]:
@@ -30,7 +30,7 @@ def folders(controller: str, mount: Path = MOUNT, own: Path = OWN) -> tuple[list
 
 
 def available_cpus(mount: Path = MOUNT, own: Path = OWN) -> int:
-    """Return the number of CPUs in the affinity mask, or a control group's CPU quota if the quota is lower.
+    """Return the number of CPUs in the affinity mask, or a cgroup's CPU quota if the quota is lower.
 
     A quota is rounded up. With a quota of 1.5 CPUs, two threads do more work than one thread, although both pause when
     the quota is used up.

@@ -102,7 +102,7 @@ class EngineConfig:
     """Maximum time of one step. If a step takes longer, the engine process is killed and restarted."""
     num_threads: CountOrNone = 0
     """Number of CPU threads of the engine, or of each rank. 0: OMP_NUM_THREADS, or one thread for each CPU that the
-    affinity mask and the control group allow; ranks and engines share these threads."""
+    affinity mask and the cgroup allow; ranks and engines share these threads."""
     cpu_binding: Literal["auto", "off"] = "auto"
     """Binding of the engine, the tokenizer and the decoders to CPUs. auto: CPUs near their devices, on NPUs of hosts
     with Arm processors. off: no binding."""
@@ -116,7 +116,7 @@ class EngineConfig:
     """Maximum rank of a LoRA adapter. Memory is reserved for adapters of this rank in all linear layers."""
     tower_parallel: TowerParallel = "replicate"
     """How ranks encode media. replicate: every rank encodes every item. items: each rank encodes a share of the items,
-    which is faster for many concurrent pictures."""
+    which is faster for many concurrent images."""
     vision_device: str | None = None
     """Device that runs the vision tower, such as cpu or cuda:1. Default: the same as the model."""
     vision_bits: int | None = None
@@ -225,10 +225,10 @@ class WorkerConfig:
     end-of-sequence tokens."""
     decoders: CountOrNone = 0
     """Number of decoder processes, which decode media in parallel. 0: one for each CPU that the affinity mask and the
-    control group allow, but at most 8. For LLM in a Python script, 0 means that a thread of the script decodes
+    cgroup allow, but at most 8. For LLM in a Python script, 0 means that a thread of the script decodes
     media."""
     arena_bytes: Annotated[int, Meta(ge=2**16)] = 256 * MiB
-    """Size of the arena, the shared memory for preprocessed media. A picture of 640x480 pixels takes about 1 MiB until
+    """Size of the arena, the shared memory for preprocessed media. An image of 640x480 pixels takes about 1 MiB until
     the engine has read it."""
     arena_request_bytes: Count | None = None
     """Maximum space in the arena for the media of one request. Default: half of the arena."""
@@ -461,7 +461,7 @@ class ServiceConfig:
     return_tokens_as_token_ids: bool = False
     """Write tokens in log-probabilities as `token_id:64`, unless the request sets `return_tokens_as_token_ids`."""
     webui_images: bool = False
-    """Read pictures in the texts of chats and of items, in the format of text-generation-webui: `<img
+    """Read images in the texts of chats and of items, in the format of text-generation-webui: `<img
     src="data:image/jpeg;base64,...">`."""
     max_media_items: CountOrNone = 32
     """Maximum number of media items in one request."""

@@ -184,8 +184,8 @@ def _check_readable(plan: Plan, kind: Kind, fields: Sequence[InSegment | InWord 
     if not plan.mindie_specs:
         raise InputError(
             f"MindIE's workers cannot read this {kind}, because embeddings were given, or because the workers would "
-            "compute a wrong number of features for its width and height; give a picture, a sound or a video, and pad "
-            "pictures to a square"
+            "compute a wrong number of features for its width and height; give an image, an audio clip or a video, and "
+            "pad images to a square"
         )
     expected = {field.name: "int64" if isinstance(field, InWord) else field.dtype for field in fields}
     if (found := {name: spec.dtype for name, spec in plan.mindie_specs.items()}) != expected:

@@ -107,7 +107,7 @@ class Planner:
                 )
         if options.use_audio_in_video and not self.processor.traits.hears_videos:
             raise InputError(
-                f"use_audio_in_video is set, but {self._family} does not hear the sound of videos; leave it out"
+                f"use_audio_in_video is set, but {self._family} does not hear the audio of videos; leave it out"
             )
 
     def item(self, name: str, media: Media, plan: Plan, salt: str) -> PlannedItem:

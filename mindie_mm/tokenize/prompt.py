@@ -38,7 +38,7 @@ class MediaSpan(msgspec.Struct, frozen=True, array_like=True):
     tail: int = 0
     """Number of ids directly after the span that belong to the item, such as an end token."""
     second_token: int | None = None
-    """A second placeholder id, such as that of a film's sound, which handle words never replace."""
+    """A second placeholder id, such as that of a film's audio, which handle words never replace."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -159,7 +159,7 @@ class Tokenizer:
             inputs: Items in order. Each item is a mapping such as {"text": ...} or {"image": ...}.
             shm_name_save_path: Path file that records the references to media. The caller must release it when the ids
                 are no longer needed. The default is dirname(dirname(first media path))/shm_name.txt.
-            webui: Whether texts may contain pictures in the format of text-generation-webui, `<img
+            webui: Whether texts may contain images in the format of text-generation-webui, `<img
                 src="data:image/jpeg;base64,...">`.
             parse_special: Whether control tokens in texts, such as `<|im_start|>`, are control tokens, except those of
                 media items. If it is false, they are encoded as plain text. By default, the value that

@@ -153,7 +153,7 @@ class ToolCallParser(JsonArguments, ABC):
 
     @classmethod
     def tags_of(cls, name: str) -> tuple[str, str]:
-        """Return the texts before and after the arguments of a call of the tool `name`."""
+        """Return the texts before and after the arguments of a call to the tool `name`."""
         before, after = cls.call_tags
         return before.replace("{name}", name), after
 
@@ -162,7 +162,7 @@ class ToolCallParser(JsonArguments, ABC):
         """Parse the calls after an opening. Raise NoMatch if the text is not a call."""
 
     def call_id(self, name: str) -> str:  # some formats put the name into the id
-        """Return a new id for a call of the tool `name`."""
+        """Return a new id for a call to the tool `name`."""
         return f"call_{secrets.token_hex(12)}"
 
     @classmethod

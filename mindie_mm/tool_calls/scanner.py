@@ -68,7 +68,7 @@ class Scanner:
         return self._ended and self._at == len(self._text)
 
     def taken(self) -> str:
-        """Return the text that was read since the last call of this method. The text is then no longer kept."""
+        """Return the text that was read since the last call to this method. The text is then no longer kept."""
         text = self._text[self._kept : self._at]
         self._kept = self._at
         return text

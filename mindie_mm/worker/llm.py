@@ -175,7 +175,7 @@ class LLM:
             parse_special: Whether control tokens in texts, such as `<|im_start|>`, are control tokens, except those of
                 media items. If it is false, they are encoded as plain text, as with a template. By default, the setting
                 `WorkerConfig.parse_special`. True requires `chat_template=False`.
-            webui: Whether texts may contain pictures in the format of text-generation-webui, `<img
+            webui: Whether texts may contain images in the format of text-generation-webui, `<img
                 src="data:image/jpeg;base64,...">`.
             on_error: "raise" raises the first error after all inputs are done. "return" stores the error of an input in
                 its `Output`.
@@ -351,7 +351,7 @@ class LLM:
         return outputs if several else outputs[0]
 
     def encode(self, items: Sequence[Any]) -> list[Embeddings]:
-        """Return the features and the grid of each image, video and sound among the items of one prompt.
+        """Return the features and the grid of each image, video and audio clip among the items of one prompt.
 
         Only the model's tower runs. `{"image_embeds": features}` then takes the place of `{"image": ...}` in any call,
         with the same result. If a family treats several images in a prompt differently from a single one, encode them
@@ -454,7 +454,7 @@ class LLM:
         embeddings.
 
         Args:
-            data_1: A query or a list of queries. A query is a text, or a list of items (`List[Dict]`).
+            data_1: A query or a list of queries. A query is a string, or a list of items (`List[Dict]`).
             data_2: A document or a list of documents. There must be one query, or one for each document.
             instruction: Instruction in place of the checkpoint's own.
             use_activation: Whether the score of a reranker is the sigmoid of the difference of logits. None means the

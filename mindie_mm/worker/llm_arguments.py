@@ -23,7 +23,7 @@ Parse = Callable[[], "TokenizeRequest | TokenIds"]
 """Function that parses a prompt. It is called when the prompt's turn comes, so that an invalid prompt fails alone."""
 
 _PROMPTS = (
-    "give a text, a list of items such as [{'image': path}, {'text': question}], token ids, or a list with one of "
+    "give a string, a list of items such as [{'image': path}, {'text': question}], token ids, or a list with one of "
     "these for each prompt"
 )
 
@@ -88,7 +88,7 @@ def pairs_of(queries: Any, documents: Any) -> list[tuple[Sequence[Item], Sequenc
     """Return the pairs of `LLM.score`.
 
     Raises:
-        InputError: An argument is neither a text, nor a list of items, nor a list of these, or there are neither one
+        InputError: An argument is neither a string, nor a list of items, nor a list of these, or there are neither one
             query nor as many queries as documents.
 
     """
@@ -104,11 +104,11 @@ def pairs_of(queries: Any, documents: Any) -> list[tuple[Sequence[Item], Sequenc
 def _parts_of(name: str, given: Any) -> list[Sequence[Item]]:
     several = [given] if isinstance(given, str) or _is_items(given) else given
     if not isinstance(several, list | tuple) or not several:
-        raise InputError(f"{name} is {type_of(given)}; give a text, a list of items, or a list of these, not empty")
+        raise InputError(f"{name} is {type_of(given)}; give a string, a list of items, or a list of these, not empty")
     parts: list[Sequence[Item]] = []
     for index, one in enumerate(several):
         if not isinstance(one, str) and not _is_items(one):
-            raise InputError(f"{name}[{index}] is {type_of(one)}; it must be a text or a list of items")
+            raise InputError(f"{name}[{index}] is {type_of(one)}; it must be a string or a list of items")
         items = [{"text": one}] if isinstance(one, str) else list(one)
         parts.append(request_of_items(items, folder=working_directory()).items or ())
     return parts

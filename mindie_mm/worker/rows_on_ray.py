@@ -103,7 +103,7 @@ class _Actor:
         return None
 
     async def close(self) -> None:
-        """End the engine, and remove the arena. A call of `start` in progress is canceled."""
+        """End the engine, and remove the arena. A call to `start` in progress is canceled."""
         if self._starting is not None:
             self._starting.cancel()
             await asyncio.wait({self._starting})

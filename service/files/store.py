@@ -38,7 +38,7 @@ _MOVING_S = 60.0
 """Age in seconds at which a file without its counterpart is no longer being moved, but was left by a dead process."""
 OUTPUTS = ("output.jsonl", "errors.jsonl")
 """Names of the files of a batch that become files of the key when the batch ends."""
-EVERYBODY = "all"
+EVERYONE = "all"
 """Name of the folder of all clients of a service without keys."""
 _MAX_SHOWN = 80
 
@@ -116,7 +116,7 @@ class FileStore:
 
     def owner_name(self, digest: bytes) -> str:
         """Return the name of the folder of the key with this digest."""
-        return digest.hex() if self._has_keys else EVERYBODY
+        return digest.hex() if self._has_keys else EVERYONE
 
     @contextmanager
     def receiving(self, owner: str, used: Used) -> Iterator[Callable[[int], None]]:

@@ -82,7 +82,7 @@ _ELSEWHERE: Mapping[str, str] = {
     "/v1/vector_stores": "send the files to /v1/responses as input_file, or use /v1/embeddings",
     "/v1/messages/batches": "use /v1/batches",
     "/v1/complete": "use /v1/messages",
-    "/v1/moderations": "the model can judge a text in /v1/chat/completions",
+    "/v1/moderations": "the model can judge text in /v1/chat/completions",
     "/v1/fine_tuning": "this service does not train models",
     "/v1beta": "use /v1/chat/completions in place of Gemini's API",
     "/api/chat": "use /v1/chat/completions in place of Ollama's API",

@@ -91,7 +91,7 @@ class ToolResultBlock(Fields):
 
 
 class ToolUseBlock(Fields):
-    """A call of a tool by the assistant."""
+    """A call to a tool by the assistant."""
 
     type: Literal["tool_use"]
     id: str

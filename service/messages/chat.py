@@ -150,7 +150,7 @@ def _add_user(chat: Translated, message: UserMessage, where: str) -> None:
     if parts:
         chat.add({"role": "user"}, where, parts)
     if not message.content:
-        raise InputError(f"{where}.content is empty; send a text or another block", param="messages")
+        raise InputError(f"{where}.content is empty; send a text block or another block", param="messages")
 
 
 def _add_assistant(chat: Translated, message: AssistantMessage, where: str) -> None:

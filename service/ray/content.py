@@ -207,7 +207,7 @@ class _Names:
         for name, value in part.items():
             if not name.startswith(_MEDIA) or not isinstance(value, str | dict | list):
                 continue
-            if isinstance(value, dict):  # the same picture in another form, or with other options
+            if isinstance(value, dict):  # the same image in another form, or with other options
                 value = value.get("url") or value.get("data") or value  # noqa: PLW2901 - the source of the media item
             data = value.encode() if isinstance(value, str) else msgspec.json.encode(value)
             uuid = part.get("uuid")

@@ -84,7 +84,7 @@ class OutputRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call(OutputRules):
-    """One request's call of the engine."""
+    """One request's call to the engine."""
 
     service: Service
     n: int

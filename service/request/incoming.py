@@ -87,7 +87,7 @@ class Incoming:
         n: int = 1,
         length_penalty: float | None = None,
     ) -> Call:
-        """Return the call of the engine for this request.
+        """Return the call to the engine for this request.
 
         Args:
             body: Body of the request.

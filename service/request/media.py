@@ -130,7 +130,7 @@ class MediaPolicy:
         if not config.enable_mm_embeds and any(item.is_embeddings and item.kind != PROMPT for item in items):
             raise InputError(
                 f"{', '.join(EMBEDDINGS_KEYS[kind] for kind in KINDS)} are not accepted by this service; start the "
-                "service with --enable-mm-embeds, or send the image, video or sound itself"
+                "service with --enable-mm-embeds, or send the image, video or audio clip itself"
             )
         if not config.enable_prompt_embeds and any(item.kind == PROMPT for item in items):
             raise InputError(

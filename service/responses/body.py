@@ -100,7 +100,7 @@ class ReasoningItem(ItemFields):
 
 
 class FunctionCallItem(ItemFields):
-    """A call of a function by the assistant."""
+    """A call to a function by the assistant."""
 
     type: Literal["function_call"]
     call_id: str
@@ -117,7 +117,7 @@ class FunctionOutputItem(ItemFields):
 
 
 class CustomCallItem(ItemFields):
-    """A call of a custom tool by the assistant."""
+    """A call to a custom tool by the assistant."""
 
     type: Literal["custom_tool_call"]
     call_id: str

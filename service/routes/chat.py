@@ -47,7 +47,7 @@ router = APIRouter()
 
 @router.post("/v1/chat/completions", responses=streamed(ChatCompletionChunk, whole=ChatCompletion, last=DONE))
 async def chat_completions(body: ChatBody, incoming: IncomingDep) -> Response:
-    """Answer a chat, which may contain pictures, videos and sound. Stream the answer on request."""
+    """Answer a chat, which may contain images, videos and audio. Stream the answer on request."""
     body = body.model_copy(update={"messages": await with_stored_files(body.messages, incoming)})
     return incoming.answered(chat_of(body, incoming), stream=body.stream)
 

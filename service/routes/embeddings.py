@@ -1,4 +1,4 @@
-"""POST /v1/embeddings. An input is a text, a list of token ids, or a chat that may contain images."""
+"""POST /v1/embeddings. An input is a string, a list of token ids, or a chat that may contain images."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ class GenerateEvent(TypedDict):
 
 @router.post("/generate", responses=answered(GenerateAnswer))
 async def generate_text(body: GenerateBody, incoming: IncomingDep) -> Response:
-    """Answer a text or a list of texts, pictures, videos and sounds, in one response."""
+    """Answer a string or a list of texts, images, videos and audio clips, in one response."""
     if body.stream:
         raise InputError("stream is true, which /generate does not support; use /generate_stream", param="stream")
     generation = _generation(body, incoming)

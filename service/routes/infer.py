@@ -144,7 +144,7 @@ class InputsBody(Body):
 
     @property
     def prompt_field(self) -> str | None:
-        """Field that errors of the prompt name. None for a text, whose errors need no field."""
+        """Field that errors of the prompt name. None for a string, whose errors need no field."""
         return None if isinstance(self.inputs, str) else "inputs"
 
     def parse(self, reader: PromptReader) -> Parse:
@@ -215,7 +215,7 @@ class InferEvent(TypedDict):
 
 @router.post("/infer", responses=streamed(InferEvent, whole=InferAnswer))
 async def infer(body: InferBody, incoming: IncomingDep) -> Response:
-    """Answer a text or a list of texts, pictures, videos and sounds. Stream the answer on request."""
+    """Answer a string or a list of texts, images, videos and audio clips. Stream the answer on request."""
     parameters = body.parameters or InferParameters()
     inference = _Infer(incoming.call(body, parameters), body, parameters)
     return incoming.answered(inference, stream=body.stream, last=None, timeout_s=parameters.timeout)

@@ -126,7 +126,7 @@ class _Scoring:
         if isinstance(given, dict):
             content = given.get("content", given.get("text"))
             if not isinstance(content, str | list):
-                message = f"{where}.content is {type_of(content)}; it must be a list of content parts or a text"
+                message = f"{where}.content is {type_of(content)}; it must be a list of content parts or a string"
                 raise InputError(message, param=where.partition("[")[0])
             given = content if isinstance(content, str) else ""
             if isinstance(content, list) and content:

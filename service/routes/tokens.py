@@ -73,7 +73,7 @@ class TokenizeBody(ToolFields, Body):
 
     @property
     def prompt_field(self) -> str | None:
-        """Field that errors of the prompt name. None for a text, whose errors need no field."""
+        """Field that errors of the prompt name. None for a string, whose errors need no field."""
         if self.text is not None:
             return None
         return "inputs" if self.messages is None else "messages"
@@ -111,7 +111,7 @@ class DetokenizeAnswer(TypedDict):
 
 @router.post("/tokenize", responses=answered(TokenizeAnswer))
 async def tokenize(body: TokenizeBody, incoming: IncomingDep) -> Response:
-    """Return the token ids of a text, a chat or a `List[Dict]`, with placeholder ids in place of handle words."""
+    """Return the token ids of a string, a chat or a `List[Dict]`, with placeholder ids in place of handle words."""
     return WholeAnswer(tokenizing(body, incoming), incoming.service.admission)
 
 

@@ -14,7 +14,7 @@ from mindie_mm.tool_calls.scanner import MAX_NAME
 
 
 class ItemOptions(TypedDict, total=False):
-    """Options for reading an image, a video or a sound. Each kind of media accepts some of the options."""
+    """Options for reading an image, a video or an audio clip. Each kind of media accepts some of the options."""
 
     min_pixels: int | None
     max_pixels: int | None
@@ -36,7 +36,7 @@ class Address(ItemOptions, total=False):
 
 
 class InputAudio(TypedDict, total=False):
-    """A sound in OpenAI's format."""
+    """An audio clip in OpenAI's format."""
 
     data: str | None
     """Base64 or an address. Left out only if the item has a `uuid`."""
@@ -68,13 +68,13 @@ class VideoEmbeds(TypedDict, total=False):
 
 
 class AudioEmbeds(TypedDict, total=False):
-    """Embeddings of a sound."""
+    """Embeddings of an audio clip."""
 
     audio_embeds: str | None
 
 
 class Item(ItemOptions, total=False):
-    """One text, image, video or sound, in this service's format or in the format of chats."""
+    """One text, image, video or audio clip, in this service's format or in the format of chats."""
 
     type: str | None
     text: str | None
@@ -94,7 +94,7 @@ class Item(ItemOptions, total=False):
     video_embeds: str | VideoEmbeds | None
     audio_embeds: str | AudioEmbeds | None
     prompt_embeds: str | None
-    """Base64 of embeddings of text tokens, in place of a text. Requires --enable-prompt-embeds."""
+    """Base64 of embeddings of text tokens, in place of text. Requires --enable-prompt-embeds."""
     data: str | None
     """Base64 of the embeddings if `type` is `prompt_embeds`, as in vLLM."""
     url: str | list[str] | None
@@ -102,7 +102,7 @@ class Item(ItemOptions, total=False):
     path: str | list[str] | None
     base64: str | list[str] | None
     uuid: str | None
-    """Client's name for an image, a video or a sound. Later requests may leave out the data."""
+    """Client's name for an image, a video or an audio clip. Later requests may leave out the data."""
 
 
 class Message(TypedDict, total=False):

@@ -103,7 +103,7 @@ class CalledFunction(TypedDict):
 
 
 class ToolCall(TypedDict):
-    """A call of a tool."""
+    """A call to a tool."""
 
     id: str
     type: Literal["function"]

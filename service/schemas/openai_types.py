@@ -252,7 +252,7 @@ class CompletionBody(GenerationBody):
         if not self.prompt and self.embeddings():
             return []
         if self.prompt is None:
-            raise InputError("prompt is missing; send a text, token ids, or prompt_embeds", param="prompt")
+            raise InputError("prompt is missing; send a string, token ids, or prompt_embeds", param="prompt")
         if isinstance(self.prompt, str):
             return [self.prompt]
         ids = [item for item in self.prompt if isinstance(item, int)]

@@ -12,7 +12,7 @@ from service.schemas.body import INT32_MAX, WHOLE, Array, NotServed, must_be
 from service.schemas.choices import Timed, Usage
 from service.schemas.embedding_types import PoolingBody
 
-_FORM = "a text, or an object with a list of content parts or a text"
+_FORM = "a string, or an object with a list of content parts or a string"
 
 
 class Parts(TypedDict, total=False):
@@ -107,7 +107,7 @@ class RankedDocument(TypedDict, total=False):
 
     text: str
     multi_modal: list[dict[str, Any]]
-    """The content parts of a document that is not a text."""
+    """The content parts of a document that is not a string."""
 
 
 class Ranked(TypedDict):

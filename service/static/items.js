@@ -83,7 +83,7 @@ export class Items {
       if (kind) this.#insert(new Item(copyOf(file, data, kind), kind), this.#found.length);
       (kind ? added : data ? refused : unread).push(file.name);
     }
-    const said = { "Attached": added, "Not a picture, video, sound, PDF or text": refused, "Cannot be read": unread };
+    const said = { "Attached": added, "Not an image, video, audio, PDF or text file": refused, "Cannot be read": unread };
     const told = Object.entries(said).filter(([, names]) => names.length);
     this.#say(told.map(([what, names]) => `${what}: ${names.join(", ")}.`).join(" "));
   }
@@ -113,11 +113,11 @@ export class Items {
   }
 }
 
-/** Return a checkbox to send a video file as sound. Browsers go by extensions such as .mp4, which sound also has. */
+/** Return a checkbox to send a video file as audio. Browsers go by extensions such as .mp4, which audio files also have. */
 function soundAlone(item) {
   const box = element("input", { type: "checkbox" });
   box.addEventListener("change", () => (item.kind = box.checked ? "audio" : "video"));
-  return element("label", {}, box, " Send only the sound");
+  return element("label", {}, box, " Send only the audio");
 }
 
 /** Return a file as a data: URL. */

@@ -1,4 +1,4 @@
-// Recording of sound or video with the browser's MediaRecorder.
+// Recording of audio or video with the browser's MediaRecorder.
 
 import { seconds } from "./format.js";
 
@@ -77,7 +77,7 @@ export class Recorder {
     const started = performance.now();
     const recorder = new MediaRecorder(stream, { mimeType });
     recorder.ondataavailable = ({ data }) => pieces.push(data);
-    recorder.onstart = () => this.#say(`Recording ${this.#kind === "audio" ? "sound" : "video, without sound"}.`);
+    recorder.onstart = () => this.#say(`Recording ${this.#kind === "audio" ? "audio" : "video, without audio"}.`);
     recorder.onstop = () => {
       clearInterval(clock);
       stream.getTracks().forEach((track) => track.stop());

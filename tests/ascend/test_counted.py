@@ -1,4 +1,4 @@
-"""Tests of the counters: launches, copies that strides cause, operators on the AI CPU, and copies to the device."""
+"""Tests for the counters: launches, copies that strides cause, operators on the AI CPU, and copies to the device."""
 
 from __future__ import annotations
 

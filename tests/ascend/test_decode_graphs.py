@@ -1,4 +1,4 @@
-"""Tests of decode steps that run as graphs: the same tokens as without graphs, few launches, and every fallback."""
+"""Tests for decode steps that run as graphs: the same tokens as without graphs, few launches, and every fallback."""
 
 from __future__ import annotations
 

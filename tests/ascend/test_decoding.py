@@ -1,4 +1,4 @@
-"""Tests of how often the host waits for the device: once per decode step, and once for the copies of encoded media."""
+"""Tests for how often the host waits for the device: once per decode step, and once for the copies of encoded media."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of devices that are named with an index, such as npu:1."""
+"""Tests for devices that are named with an index, such as npu:1."""
 
 from __future__ import annotations
 

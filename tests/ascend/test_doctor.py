@@ -1,4 +1,4 @@
-"""Tests of doctor with NPUs that start or fail. System files come from a fixture, and the simulated CANN is used."""
+"""Tests for doctor with NPUs that start or fail. System files come from a fixture, and the simulated CANN is used."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Tests of the engine with fused operators in bfloat16, against plain torch operators on the same device."""
+"""Tests for the engine with fused operators in bfloat16, against plain torch operators on the same device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of mixtures of experts on the simulated NPU: fused operators, plain torch as a fallback, and waits."""
+"""Tests for mixtures of experts on the simulated NPU: fused operators, plain torch as a fallback, and waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of torch_npu's own operators, called with their registered schemas, against plain attention and layers."""
+"""Tests for torch_npu's own operators, called with their registered schemas, against plain attention and layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the simulated graphs: what a capture records and refuses, and what a launch waits for."""
+"""Tests for the simulated graphs: what a capture records and refuses, and what a launch waits for."""
 
 from __future__ import annotations
 

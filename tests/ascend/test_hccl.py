@@ -1,4 +1,4 @@
-"""Tests of torch.distributed over the simulated HCCL. Each rank is a process with its own device."""
+"""Tests for torch.distributed over the simulated HCCL. Each rank is a process with its own device."""
 
 from __future__ import annotations
 

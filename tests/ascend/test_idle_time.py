@@ -1,4 +1,4 @@
-"""Tests of how long the device is idle between decode steps, in virtual time, for the layers of Qwen2.5-VL-7B."""
+"""Tests for how long the device is idle between decode steps, in virtual time, for the layers of Qwen2.5-VL-7B."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the fused operators against plain torch, and of plain torch as a fallback for missing operators."""
+"""Tests for the fused operators against plain torch, and plain torch as a fallback for missing operators."""
 
 from __future__ import annotations
 

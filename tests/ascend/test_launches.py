@@ -1,4 +1,4 @@
-"""Tests of how much a decode step sends to the device, because each launch and each copy takes time on the host.
+"""Tests for how much a decode step sends to the device, because each launch and each copy takes time on the host.
 
 The layers have the parts of Qwen2.5-VL's or Qwen3-VL's, and heads of 128 dimensions.
 """

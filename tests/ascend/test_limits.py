@@ -1,4 +1,4 @@
-"""Tests of the limits of an Ascend 910B. For each limit, one call exceeds the limit and another just reaches it."""
+"""Tests for the limits of an Ascend 910B. For each limit, one call exceeds the limit and another just reaches it."""
 
 from __future__ import annotations
 

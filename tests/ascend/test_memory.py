@@ -1,4 +1,4 @@
-"""Tests of device memory and its limit, of pinned memory, and of host memory that is registered for copies."""
+"""Tests for device memory and its limit, of pinned memory, and host memory that is registered for copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of `--device npu`: conditions under which the device can be used, and its properties."""
+"""Tests for `--device npu`: conditions under which the device can be used, and its properties."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of torch's operators on the simulated NPU: the same results as on the host, stream order and waits."""
+"""Tests for torch's operators on the simulated NPU: the same results as on the host, stream order and waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the table of products and releases of CANN: which operators, dtypes and widths each of them supports."""
+"""Tests for the table of products and releases of CANN: which operators, dtypes and widths each of them supports."""
 
 from __future__ import annotations
 

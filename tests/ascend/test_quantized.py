@@ -1,4 +1,4 @@
-"""Tests of layers with 8-bit weights and inputs on the simulated NPU, and of the operators that compute them."""
+"""Tests for layers with 8-bit weights and inputs on the simulated NPU, and the operators that compute them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of devices and calls: devices that torch_npu finds, counters, traces and injected failures."""
+"""Tests for devices and calls: devices that torch_npu finds, counters, traces and injected failures."""
 
 from __future__ import annotations
 

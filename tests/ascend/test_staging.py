@@ -1,4 +1,4 @@
-"""Tests of transferring media to the device.
+"""Tests for transferring media to the device.
 
 The pages of an arena are registered once, and the device reads them. Then the transfers are settled, and the blocks are
 verified.

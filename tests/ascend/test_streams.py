@@ -1,4 +1,4 @@
-"""Tests of the order of streams and events. Queued work runs when something waits for it, and not earlier."""
+"""Tests for the order of streams and events. Queued work runs when something waits for it, and not earlier."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of two ranks on two simulated NPUs, with collectives over HCCL, against one process on the CPU."""
+"""Tests for two ranks on two simulated NPUs, with collectives over HCCL, against one process on the CPU."""
 
 from __future__ import annotations
 

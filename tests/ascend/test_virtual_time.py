@@ -1,4 +1,4 @@
-"""Tests of virtual time: idle time is found, waits and events order the clocks, and the times are always the same."""
+"""Tests for virtual time: idle time is found, waits and events order the clocks, and the times are always the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attacks with Matroska files whose tracks are compressed, and tests of `without_compression`."""
+"""Attacks with Matroska files whose tracks are compressed, and tests for `without_compression`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of inputs that change during a run or between two calls. No shard may mix rows of two versions of a file."""
+"""Tests for inputs that change during a run or between two calls. No shard may mix rows of two versions of a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of batches for trainers, made from a finished run."""
+"""Tests for batches for trainers, made from a finished run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of compressed inputs. They have the same rows and ids as the files that were compressed."""
+"""Tests for compressed inputs. They have the same rows and ids as the files that were compressed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of calls that continue a run.
+"""Tests for calls that continue a run.
 
 A call must have the same rows, settings and versions as the run. The paths of the files may differ.
 """

@@ -1,4 +1,4 @@
-"""Tests of conversations in the formats of common data sets."""
+"""Tests for conversations in the formats of common data sets."""
 
 from __future__ import annotations
 

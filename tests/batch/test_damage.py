@@ -1,4 +1,4 @@
-"""Tests of damaged, exchanged and forged shards. Reading such a shard raises an error that names the file."""
+"""Tests for damaged, exchanged and forged shards. Reading such a shard raises an error that names the file."""
 
 from __future__ import annotations
 

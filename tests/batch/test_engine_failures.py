@@ -1,4 +1,4 @@
-"""Tests of `generate` with an engine that fails.
+"""Tests for `generate` with an engine that fails.
 
 A row that makes the engine fail loses only its own answer. An engine that is broken loses no answers.
 """

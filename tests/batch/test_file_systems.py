@@ -1,4 +1,4 @@
-"""Tests of file systems that cannot sync folders (CIFS) or do not support locks (Lustre, NFS)."""
+"""Tests for file systems that cannot sync folders (CIFS) or do not support locks (Lustre, NFS)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the formats of rows.
+"""Tests for the formats of rows.
 
 A prompt has the same ids and arrays in every format. An invalid row does not affect other rows.
 """

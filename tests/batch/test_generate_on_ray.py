@@ -1,4 +1,4 @@
-"""Tests of `mindie-mm generate` on a Ray cluster of two nodes, simulated on one machine."""
+"""Tests for `mindie-mm generate` on a Ray cluster of two nodes, simulated on one machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of folders of media with tables that describe the media, as in `datasets`' imagefolder."""
+"""Tests for folders of media with tables that describe the media, as in `datasets`' imagefolder."""
 
 from __future__ import annotations
 

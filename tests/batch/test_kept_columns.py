@@ -1,4 +1,4 @@
-"""Tests of columns that a run copies from its input to its output."""
+"""Tests for columns that a run copies from its input to its output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of .jsonl files that are in another format, and of pipes as inputs."""
+"""Tests for .jsonl files that are in another format, and pipes as inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of runs on a Ray cluster of two nodes, simulated on one machine."""
+"""Tests for runs on a Ray cluster of two nodes, simulated on one machine."""
 
 from __future__ import annotations
 

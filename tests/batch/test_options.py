@@ -1,4 +1,4 @@
-"""Tests of options of the commands: each case shows an effect of its option on the output."""
+"""Tests for options of the commands: each case shows an effect of its option on the output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the order in which ranks read the rows of a run."""
+"""Tests for the order in which ranks read the rows of a run."""
 
 from __future__ import annotations
 

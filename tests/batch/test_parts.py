@@ -1,4 +1,4 @@
-"""Tests of runs that are processed again or in parts: --retry-errors, --part and merge."""
+"""Tests for runs that are processed again or in parts: --retry-errors, --part and merge."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of rows with a chat and separate media columns, as TRL uses them.
+"""Tests for rows with a chat and separate media columns, as TRL uses them.
 
 The media replace the chat's empty media parts in order.
 """

@@ -1,4 +1,4 @@
-"""Tests of a run's progress display, which is updated at fixed intervals and not for each row."""
+"""Tests for a run's progress display, which is updated at fixed intervals and not for each row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of `tokenize_dataset` and `generate_dataset`, which the commands call, for rows of Python programs."""
+"""Tests for `tokenize_dataset` and `generate_dataset`, which the commands call, for rows of Python programs."""
 
 from __future__ import annotations
 

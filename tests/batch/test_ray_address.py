@@ -1,4 +1,4 @@
-"""Tests of addresses where no Ray cluster answers. The run ends soon, and the error names the address and reason."""
+"""Tests for addresses where no Ray cluster answers. The run ends soon, and the error names the address and reason."""
 
 from __future__ import annotations
 

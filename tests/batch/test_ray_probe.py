@@ -1,4 +1,4 @@
-"""Tests of the probe of a Ray address, against sockets that answer in different ways."""
+"""Tests for the probe of a Ray address, against sockets that answer in different ways."""
 
 from __future__ import annotations
 

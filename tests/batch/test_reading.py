@@ -343,7 +343,7 @@ def test_inspect_shows_the_run_and_the_pictures_of_a_row(
     with Image.open(tmp_path / "six.png") as sheet:
         assert sheet.size == (2 * 256 + 3 * 8, 2 * 256 + 3 * 8), "the page shows four frames"
     assert "audio at tokens" in inspect(7)
-    assert "the row has no pictures" in inspect(7, "--png", "seven.png")
+    assert "the row has no images" in inspect(7, "--png", "seven.png")
     written = {tmp_path / name for name in ("one.png", "two.png", "six.png")}
     assert {*tmp_path.rglob("*")} - {*before} == written, "no other file is written"
 

@@ -1,4 +1,4 @@
-"""Tests of inputs and media in object stores, in fsspec's memory file system and on a real S3 server."""
+"""Tests for inputs and media in object stores, in fsspec's memory file system and on a real S3 server."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ def test_urls_with_secrets_are_refused_and_not_shown(url: str, tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.usefixtures("s3_server")
 def test_the_command_reads_from_a_real_s3_server(tmp_path: Path) -> None:
-    """A second call of the run continues it. After an object was replaced, a call is refused."""
+    """A second call to the run continues it. After an object was replaced, a call is refused."""
     store = fsspec.filesystem("s3")
     given = files(tmp_path, "s3://bucket/data")
     for path in (*given, tmp_path / "0.png"):

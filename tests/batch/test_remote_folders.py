@@ -1,4 +1,4 @@
-"""Tests of folders of media in object stores, in fsspec's memory file system and on a real S3 server."""
+"""Tests for folders of media in object stores, in fsspec's memory file system and on a real S3 server."""
 
 from __future__ import annotations
 

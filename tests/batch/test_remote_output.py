@@ -1,4 +1,4 @@
-"""Tests of runs whose output is in an object store: a folder behind fsspec's `local://`, and a real S3 server."""
+"""Tests for runs whose output is in an object store: a folder behind fsspec's `local://`, and a real S3 server."""
 
 from __future__ import annotations
 

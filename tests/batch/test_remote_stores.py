@@ -1,4 +1,4 @@
-"""Tests of inputs, media and runs in Google Cloud Storage and Azure Blob Storage, on emulators of their servers."""
+"""Tests for inputs, media and runs in Google Cloud Storage and Azure Blob Storage, on emulators of their servers."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_the_state_of_a_file_changes_with_its_content(bucket: str) -> None:
 
 
 def test_the_command_reads_media_and_writes_runs_like_local_ones(bucket: str, tmp_path: Path) -> None:
-    """A second call of the run changes nothing. After an input was replaced, a call is refused."""
+    """A second call to the run changes nothing. After an input was replaced, a call is refused."""
     rows = [{"image": "0.png", "text": "What?"}, {"text": "Just words."}, {"image": "gone.png", "text": "What?"}]
     lines = written(tmp_path / "rows.jsonl", rows)
     (tmp_path / "0.png").write_bytes(encoded(photograph(size=(60, 40))))

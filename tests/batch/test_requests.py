@@ -1,4 +1,4 @@
-"""Tests of rows that state how they are answered, and of lines of OpenAI's Batch API, which contain whole requests."""
+"""Tests for rows that state how they are answered, and lines of OpenAI's Batch API, which contain whole requests."""
 
 from __future__ import annotations
 

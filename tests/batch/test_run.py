@@ -1,4 +1,4 @@
-"""Tests of runs.
+"""Tests for runs.
 
 A run produces the same ids and arrays as online requests. Its files do not depend on the number of workers or restarts.
 """

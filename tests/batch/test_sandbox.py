@@ -1,4 +1,4 @@
-"""Tests of runs whose media are decoded in sandboxed processes."""
+"""Tests for runs whose media are decoded in sandboxed processes."""
 
 from __future__ import annotations
 

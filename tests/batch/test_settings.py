@@ -1,4 +1,4 @@
-"""Tests of a run's settings and of the digests of its checkpoint."""
+"""Tests for a run's settings and the digests of its checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the files of shards: other programs can read them, and equal rows give equal files."""
+"""Tests for the files of shards: other programs can read them, and equal rows give equal files."""
 
 from __future__ import annotations
 

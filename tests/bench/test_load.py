@@ -1,4 +1,4 @@
-"""Tests of the rates that the load generator computes."""
+"""Tests for the rates that the load generator computes."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Tests of the answer file: writes that fail, locks, and files that contain the answers of another run."""
+"""Tests for the answer file: writes that fail, locks, and files that contain the answers of another run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of `chat`, with lines from a pipe and on a pseudo-terminal."""
+"""Tests for `chat`, with lines from a pipe and on a pseudo-terminal."""
 
 from __future__ import annotations
 

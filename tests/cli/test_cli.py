@@ -1,4 +1,4 @@
-"""Tests of `models`, `doctor`, `ask` and the help of the commands."""
+"""Tests for `models`, `doctor`, `ask` and the help of the commands."""
 
 import base64
 import importlib.util

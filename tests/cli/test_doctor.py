@@ -1,4 +1,4 @@
-"""Tests of doctor's findings about the checkpoint, the spool, the media folder and misspelled variables."""
+"""Tests for doctor's findings about the checkpoint, the spool, the media folder and misspelled variables."""
 
 import json
 import shutil

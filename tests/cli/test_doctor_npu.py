@@ -1,4 +1,4 @@
-"""Tests of doctor on a simulated Ascend machine, whose files a fixture writes and whose npu-smi is a script.
+"""Tests for doctor on a simulated Ascend machine, whose files a fixture writes and whose npu-smi is a script.
 
 tests/ascend/test_doctor.py tests doctor with the real torch_npu.
 """

@@ -1,4 +1,4 @@
-"""Tests of commands with the name of a repository on the Hugging Face Hub in place of a folder."""
+"""Tests for commands with the name of a repository on the Hugging Face Hub in place of a folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of `mindie-mm doctor PATH` for a folder without weights: it judges config.json without torch."""
+"""Tests for `mindie-mm doctor PATH` for a folder without weights: it judges config.json without torch."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _write_config(name: str, folder: Path, whole: Path) -> Path:
     """Write a config.json of a family into the new directory `folder`, and no other file.
 
     It is a published one, or has the defaults of the configuration class. If these are not supported, it is the
-    config.json of the small checkpoint that the tests of the family write to `whole`.
+    config.json of the small checkpoint that the tests for the family write to `whole`.
     """
     folder.mkdir(parents=True)
     family = family_named(name)

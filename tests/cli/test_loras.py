@@ -1,4 +1,4 @@
-"""Tests of the option `--lora` of `ask` and `generate`."""
+"""Tests for the option `--lora` of `ask` and `generate`."""
 
 from __future__ import annotations
 

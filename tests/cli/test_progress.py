@@ -1,4 +1,4 @@
-"""Tests of the progress that commands show on standard error."""
+"""Tests for the progress that commands show on standard error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the commands of `mindie-mm shm`."""
+"""Tests for the commands of `mindie-mm shm`."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Tests of decoder processes that die or hang, and of many requests that share the decoders."""
+"""Tests for decoder processes that die or hang, and many requests that share the decoders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of documents and of formats in decoder processes, which cannot open files."""
+"""Tests for documents and formats in decoder processes, which cannot open files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of parcels, in which media sources are passed to decoders as open files."""
+"""Tests for parcels, in which media sources are passed to decoders as open files."""
 
 from __future__ import annotations
 

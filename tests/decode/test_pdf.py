@@ -1,4 +1,4 @@
-"""Tests of PDFs. Their pages are rendered in decoder processes."""
+"""Tests for PDFs. Their pages are rendered in decoder processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of attention that processes a few queries at a time, against torch's attention."""
+"""Tests for attention that processes a few queries at a time, against torch's attention."""
 
 import pytest
 import torch

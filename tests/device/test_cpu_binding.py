@@ -1,4 +1,4 @@
-"""Tests of the CPUs to which processes and threads of an NPU are bound, with canned outputs of npu-smi and lscpu."""
+"""Tests for the CPUs to which processes and threads of an NPU are bound, with canned outputs of npu-smi and lscpu."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of layers that run fewer operators on the CPU than transformers' layers do."""
+"""Tests for layers that run fewer operators on the CPU than transformers' layers do."""
 
 from __future__ import annotations
 

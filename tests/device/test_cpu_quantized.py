@@ -1,4 +1,4 @@
-"""Tests of linear layers with int8 weights."""
+"""Tests for linear layers with int8 weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the error messages on a machine without CUDA."""
+"""Tests for the error messages on a machine without CUDA."""
 
 import pytest
 import torch

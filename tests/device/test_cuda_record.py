@@ -1,4 +1,4 @@
-"""Tests of the state after recordings, including failed recordings.
+"""Tests for the state after recordings, including failed recordings.
 
 `torch.cuda.graph` runs over a simulated GPU. The simulation follows torch's CUDAGraph.cpp and CUDACachingAllocator.cpp.
 It has not been compared with a GPU.

@@ -1,4 +1,4 @@
-"""Tests of decode steps in compiled code."""
+"""Tests for decode steps in compiled code."""
 
 from __future__ import annotations
 

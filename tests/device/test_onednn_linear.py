@@ -1,4 +1,4 @@
-"""Tests of linear layers that oneDNN multiplies, and of the choice of these layers."""
+"""Tests for linear layers that oneDNN multiplies, and the choice of these layers."""
 
 import pytest
 import torch

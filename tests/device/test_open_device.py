@@ -1,4 +1,4 @@
-"""Tests of names of devices with and without an index."""
+"""Tests for names of devices with and without an index."""
 
 import pytest
 import torch

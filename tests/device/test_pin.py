@@ -1,4 +1,4 @@
-"""Tests of host memory that the device's driver registers, or refuses to register.
+"""Tests for host memory that the device's driver registers, or refuses to register.
 
 The CPU registers nothing. Run the tests with `--device` to let the driver of an accelerator refuse memory.
 """

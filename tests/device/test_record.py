@@ -1,4 +1,4 @@
-"""Tests of work that a device records and replays. They are skipped on devices that cannot record."""
+"""Tests for work that a device records and replays. They are skipped on devices that cannot record."""
 
 import pytest
 import torch

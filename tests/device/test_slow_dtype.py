@@ -1,4 +1,4 @@
-"""Tests of the warnings about weights in a dtype that the processor has no instructions for."""
+"""Tests for the warnings about weights in a dtype that the processor has no instructions for."""
 
 import os
 import platform

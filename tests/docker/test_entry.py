@@ -1,4 +1,4 @@
-"""Tests of the images' entry point, health check and probes. They run on this machine with the embedded checkpoint."""
+"""Tests for the images' entry point, health check and probes. They run on this machine with the embedded checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fake step timeouts for tests of the engine."""
+"""Fake step timeouts, to test the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of asynchronous scheduling: each step is launched before the tokens of the step before have arrived."""
+"""Tests for asynchronous scheduling: each step is launched before the tokens of the step before have arrived."""
 
 import random
 

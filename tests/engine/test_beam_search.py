@@ -1,4 +1,4 @@
-"""Tests of beam search on the embedded checkpoint, against the log-probabilities of transformers."""
+"""Tests for beam search on the embedded checkpoint, against the log-probabilities of transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the block pool: sharing, eviction order and reference counts."""
+"""Tests for the block pool: sharing, eviction order and reference counts."""
 
 import itertools
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Tests of recorded decode steps: one recording per batch size, and the same tokens as without recording."""
+"""Tests for recorded decode steps: one recording per batch size, and the same tokens as without recording."""
 
 from dataclasses import replace
 

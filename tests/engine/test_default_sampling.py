@@ -1,4 +1,4 @@
-"""Tests of the default sampling parameters in a checkpoint's generation_config.json."""
+"""Tests for the default sampling parameters in a checkpoint's generation_config.json."""
 
 import json
 from pathlib import Path

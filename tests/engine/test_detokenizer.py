@@ -1,4 +1,4 @@
-"""Tests of incremental detokenization. Up to a stop string, the text is the same as if decoded at once."""
+"""Tests for incremental detokenization. Up to a stop string, the text is the same as if decoded at once."""
 
 import random
 

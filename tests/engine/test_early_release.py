@@ -1,4 +1,4 @@
-"""Tests of early release: a prompt's media blocks are freed as soon as the engine has consumed them."""
+"""Tests for early release: a prompt's media blocks are freed as soon as the engine has consumed them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of `LLM.embed` against the formulas of sentence-transformers, over hidden states of transformers.
+"""Tests for `LLM.embed` against the formulas of sentence-transformers, over hidden states of transformers.
 
 The files of sentence-transformers have the contents that its version 6.2 saves.
 """

@@ -1,4 +1,4 @@
-"""Tests of the encoder cache, which stores features by content, up to a size in bytes."""
+"""Tests for the encoder cache, which stores features by content, up to a size in bytes."""
 
 from types import SimpleNamespace
 

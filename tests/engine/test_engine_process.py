@@ -1,4 +1,4 @@
-"""Tests of the engine in a separate process: streams, aborts and crashes."""
+"""Tests for the engine in a separate process: streams, aborts and crashes."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""Tests of grammar constraints, with the vocabulary of the embedded checkpoint."""
+"""Tests for grammar constraints, with the vocabulary of the embedded checkpoint."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Tests of `LLM`, the interface for offline scripts."""
+"""Tests for `LLM`, the interface for offline scripts."""
 
 import asyncio
 import contextlib
@@ -440,11 +440,11 @@ def test_params_that_do_not_fit_the_inputs_are_refused(llm, params, message):
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ({"text": "What?"}, "inputs is of type dict; give a text, a list of items"),
-        ([[{"text": "a"}], 5], r"inputs\[1\] is of type int; give a text, a list of items"),
+        ({"text": "What?"}, "inputs is of type dict; give a string, a list of items"),
+        ([[{"text": "a"}], 5], r"inputs\[1\] is of type int; give a string, a list of items"),
         (["a", {"text": "b"}], r"inputs\[1\] is one item of a prompt; put the items of a prompt in a list"),
-        (b"Hello", "inputs is of type bytes; give a text"),
-        ((one for one in "ab"), "inputs is of type generator; give a text"),
+        (b"Hello", "inputs is of type bytes; give a string"),
+        ((one for one in "ab"), "inputs is of type generator; give a string"),
     ],
 )
 def test_inputs_that_are_not_prompts_are_refused(llm, inputs, message):

@@ -1,4 +1,4 @@
-"""Tests of LoRA adapters in engines and in `LLM`."""
+"""Tests for LoRA adapters in engines and in `LLM`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the memory profile: the KV cache gets the memory that the worst case leaves.
+"""Tests for the memory profile: the KV cache gets the memory that the worst case leaves.
 
 Other tests cover the host's memory: zeros that are allocated lazily, peaks and free bytes.
 """

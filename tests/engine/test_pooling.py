@@ -1,4 +1,4 @@
-"""Tests of pooled hidden states against those of transformers, on random weights."""
+"""Tests for pooled hidden states against those of transformers, on random weights."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tests of the prefix cache. KV blocks are reused only for the same ids and the same media."""
+"""Tests for the prefix cache. KV blocks are reused only for the same ids and the same media."""
 
 import io
 import struct

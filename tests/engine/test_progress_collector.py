@@ -1,4 +1,4 @@
-"""Tests of progress that is sent together. Clients get the same answers as with one message per token."""
+"""Tests for progress that is sent together. Clients get the same answers as with one message per token."""
 
 import asyncio
 import time

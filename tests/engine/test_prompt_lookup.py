@@ -1,4 +1,4 @@
-"""Tests of guesses of the next tokens, which a step checks together."""
+"""Tests for guesses of the next tokens, which a step checks together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of several engines of one service: the choice of an engine, deaths and reloads."""
+"""Tests for several engines of one service: the choice of an engine, deaths and reloads."""
 
 from __future__ import annotations
 

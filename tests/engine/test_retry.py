@@ -1,4 +1,4 @@
-"""Tests of the rules for retries, with tokenizers and engines that follow a script."""
+"""Tests for the rules for retries, with tokenizers and engines that follow a script."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Tests of the sampler. The tokens of a request depend only on its own settings."""
+"""Tests for the sampler. The tokens of a request depend only on its own settings."""
 
 from collections import Counter
 

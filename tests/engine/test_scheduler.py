@@ -1,4 +1,4 @@
-"""Tests of the schedulers with handwritten requests: budgets, spans, media, preemption, prefixes and memory."""
+"""Tests for the schedulers with handwritten requests: budgets, spans, media, preemption, prefixes and memory."""
 
 import sys
 from types import SimpleNamespace

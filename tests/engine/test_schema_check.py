@@ -1,4 +1,4 @@
-"""Tests of the check that refuses schemas if they take too long to compile."""
+"""Tests for the check that refuses schemas if they take too long to compile."""
 
 import asyncio
 import contextlib

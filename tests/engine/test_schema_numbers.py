@@ -1,4 +1,4 @@
-"""Tests of JSON schemas with numbers that float64 cannot represent. No answer may contain a rounded number instead."""
+"""Tests for JSON schemas with numbers that float64 cannot represent. No answer may contain a rounded number instead."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Tests of `LLM.score` against sentence-transformers' LogitScore, over logits of transformers."""
+"""Tests for `LLM.score` against sentence-transformers' LogitScore, over logits of transformers."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_document_may_have_an_image(reranker: LLM, reference: qwen3_vl.Referen
 def test_wrong_pairs_are_refused(reranker: LLM) -> None:
     for pair, message in (
         ((["a", "b"], ["c", "d", "e"]), "data_1 has 2 queries for 3 documents"),
-        (("a", []), r"data_2 is of type list; give a text"),
+        (("a", []), r"data_2 is of type list; give a string"),
         (("a", [5]), r"data_2\[0\] is of type int"),
         ((None, "a"), "data_1 is missing"),
     ):

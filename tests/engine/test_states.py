@@ -1,4 +1,4 @@
-"""Tests of models with recurrent layers, whose states are in slots beside the KV blocks."""
+"""Tests for models with recurrent layers, whose states are in slots beside the KV blocks."""
 
 import random
 import re

@@ -1,4 +1,4 @@
-"""Tests of an engine with two ranks: the same tokens as with one rank, and a joint restart of all processes."""
+"""Tests for an engine with two ranks: the same tokens as with one rank, and a joint restart of all processes."""
 
 import asyncio
 import dataclasses

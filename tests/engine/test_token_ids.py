@@ -1,4 +1,4 @@
-"""Tests of prompts that a caller of `LLM` gives as token ids, whose handle words may be stale, damaged or hostile."""
+"""Tests for prompts that a caller of `LLM` gives as token ids, whose handle words may be stale, damaged or hostile."""
 
 import time
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Tests of the tower budget, which limits the features and bytes of one tower call."""
+"""Tests for the tower budget, which limits the features and bytes of one tower call."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Tests of services that run beside other services, or whose shared memory is full, lost or damaged."""
+"""Tests for services that run beside other services, or whose shared memory is full, lost or damaged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the seccomp filters in a BPF interpreter. The kernel can only run the filter for its own architecture."""
+"""Tests for the seccomp filters in a BPF interpreter. The kernel can only run the filter for its own architecture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the report on the sandbox if the kernel lacks a mechanism.
+"""Tests for the report on the sandbox if the kernel lacks a mechanism.
 
 A seccomp filter of the test makes the system calls of a mechanism fail, as in an older kernel, after a boot without
 Landlock or under a container's profile.

@@ -1,4 +1,4 @@
-"""Tests of audio decoding."""
+"""Tests for audio decoding."""
 
 import base64
 import io

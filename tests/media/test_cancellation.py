@@ -1,4 +1,4 @@
-"""Tests of canceled decoding."""
+"""Tests for canceled decoding."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""Tests of transparency, and of grayscale samples with more than 8 bits, in all formats and modes that support them."""
+"""Tests for transparency, and grayscale samples with more than 8 bits, in all formats and modes that support them."""
 
 import io
 import struct

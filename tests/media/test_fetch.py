@@ -1,4 +1,4 @@
-"""Tests of fetching media from loopback servers, and of refused URLs and responses."""
+"""Tests for fetching media from loopback servers, and refused URLs and responses."""
 
 import asyncio
 import gzip

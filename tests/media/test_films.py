@@ -1,4 +1,4 @@
-"""Tests of films with tracks that cannot be decoded, cover art, transparency and HDR, and of other kinds of videos."""
+"""Tests for films with tracks that cannot be decoded, cover art, transparency and HDR, and other kinds of videos."""
 
 from __future__ import annotations
 

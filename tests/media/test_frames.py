@@ -1,4 +1,4 @@
-"""Tests of selecting video frames."""
+"""Tests for selecting video frames."""
 
 from __future__ import annotations
 

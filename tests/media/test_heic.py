@@ -1,4 +1,4 @@
-"""Tests of HEIC images: tiles, crops, turns, alpha, limits and broken files."""
+"""Tests for HEIC images: tiles, crops, turns, alpha, limits and broken files."""
 
 import struct
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tests of image decoding and resizing."""
+"""Tests for image decoding and resizing."""
 
 import io
 import struct

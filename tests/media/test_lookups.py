@@ -1,4 +1,4 @@
-"""Tests of concurrent name lookups. A nameserver that does not answer must not delay other names for long."""
+"""Tests for concurrent name lookups. A nameserver that does not answer must not delay other names for long."""
 
 import asyncio
 import socket

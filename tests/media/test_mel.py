@@ -1,4 +1,4 @@
-"""Tests of log-mel spectrograms against transformers' WhisperFeatureExtractor."""
+"""Tests for log-mel spectrograms against transformers' WhisperFeatureExtractor."""
 
 from dataclasses import replace
 

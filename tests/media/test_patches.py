@@ -1,4 +1,4 @@
-"""Tests of cutting pictures into patches, and of joining patches to a picture."""
+"""Tests for cutting pictures into patches, and joining patches to a picture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of PDFs whose fonts are not embedded: every visible character is drawn, or the page is refused."""
+"""Tests for PDFs whose fonts are not embedded: every visible character is drawn, or the page is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the steps of transformers' image processors, and of the settings that are supported."""
+"""Tests for the steps of transformers' image processors, and the settings that are supported."""
 
 from __future__ import annotations
 

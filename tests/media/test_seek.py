@@ -1,4 +1,4 @@
-"""Tests of seeking to the sampled frames of a video."""
+"""Tests for seeking to the sampled frames of a video."""
 
 from dataclasses import replace
 

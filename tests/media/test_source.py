@@ -1,4 +1,4 @@
-"""Tests of media sources: paths, URLs, base64, pipes and objects."""
+"""Tests for media sources: paths, URLs, base64, pipes and objects."""
 
 import base64
 import io

@@ -1,4 +1,4 @@
-"""Tests of TIFFs: samples for which 0 is white, thumbnails, pages and subdirectories."""
+"""Tests for TIFFs: samples for which 0 is white, thumbnails, pages and subdirectories."""
 
 import io
 import struct

@@ -1,4 +1,4 @@
-"""Tests of MPEG transport streams with various packet layouts, and of the limit on lists of programs."""
+"""Tests for MPEG transport streams with various packet layouts, and the limit on lists of programs."""
 
 from __future__ import annotations
 

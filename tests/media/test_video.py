@@ -1,4 +1,4 @@
-"""Tests of video decoding."""
+"""Tests for video decoding."""
 
 import io
 import struct

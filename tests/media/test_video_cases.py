@@ -1,4 +1,4 @@
-"""Tests of videos with misleading headers. The frame count, frame rate and orientation equal FFmpeg's result."""
+"""Tests for videos with misleading headers. The frame count, frame rate and orientation equal FFmpeg's result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of Aria against transformers, on random weights."""
+"""Tests for Aria against transformers, on random weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of bitsandbytes checkpoints, mostly of families with their own layers, against the dequantized weights."""
+"""Tests for bitsandbytes checkpoints, mostly of families with their own layers, against the dequantized weights."""
 
 import re
 import shutil

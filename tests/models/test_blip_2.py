@@ -1,4 +1,4 @@
-"""Tests of BLIP-2 with OPT and with T5 against transformers, on random weights."""
+"""Tests for BLIP-2 with OPT and with T5 against transformers, on random weights."""
 
 import unicodedata
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""Tests of Chameleon against transformers, on random weights."""
+"""Tests for Chameleon against transformers, on random weights."""
 
 from typing import ClassVar
 

@@ -1,4 +1,4 @@
-"""Tests of DeepSeek-OCR-2 against transformers, on random weights."""
+"""Tests for DeepSeek-OCR-2 against transformers, on random weights."""
 
 from __future__ import annotations
 

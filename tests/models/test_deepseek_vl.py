@@ -1,4 +1,4 @@
-"""Tests of DeepSeek-VL against transformers, on random weights."""
+"""Tests for DeepSeek-VL against transformers, on random weights."""
 
 from typing import ClassVar
 

@@ -1,4 +1,4 @@
-"""Tests of DeepSeek-VL2 against results of the original implementation in tests/golden/deepseek_vl2."""
+"""Tests for DeepSeek-VL2 against results of the original implementation in tests/golden/deepseek_vl2."""
 
 import hashlib
 import itertools

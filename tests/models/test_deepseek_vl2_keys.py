@@ -1,4 +1,4 @@
-"""Tests of each key of DeepSeek-VL2's configuration."""
+"""Tests for each key of DeepSeek-VL2's configuration."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Tests of DeepSeek-VL with two towers against transformers, on random weights."""
+"""Tests for DeepSeek-VL with two towers against transformers, on random weights."""
 
 from typing import ClassVar
 

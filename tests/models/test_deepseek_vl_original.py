@@ -1,4 +1,4 @@
-"""Tests of DeepSeek-VL in deepseek-ai's layout against transformers' classes with the same weights."""
+"""Tests for DeepSeek-VL in deepseek-ai's layout against transformers' classes with the same weights."""
 
 import json
 import re

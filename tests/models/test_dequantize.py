@@ -1,4 +1,4 @@
-"""Tests of FP8 and int8 checkpoints on a device that has no kernels for these formats.
+"""Tests for FP8 and int8 checkpoints on a device that has no kernels for these formats.
 
 The weights are dequantized when they are loaded. The results are compared with a checkpoint of the dequantized weights.
 """

@@ -1,4 +1,4 @@
-"""Tests of ERNIE-4.5-VL against transformers, on random weights."""
+"""Tests for ERNIE-4.5-VL against transformers, on random weights."""
 
 from __future__ import annotations
 

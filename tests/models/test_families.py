@@ -1,4 +1,4 @@
-"""Tests of how the family of a checkpoint is selected: from config.json, or by name."""
+"""Tests for how the family of a checkpoint is selected: from config.json, or by name."""
 
 from __future__ import annotations
 

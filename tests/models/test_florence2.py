@@ -1,4 +1,4 @@
-"""Tests of Florence-2 against transformers, on random weights."""
+"""Tests for Florence-2 against transformers, on random weights."""
 
 from functools import partial
 from typing import ClassVar

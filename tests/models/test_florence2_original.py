@@ -1,4 +1,4 @@
-"""Tests of Florence-2 in microsoft's layout against transformers' class with the same weights."""
+"""Tests for Florence-2 in microsoft's layout against transformers' class with the same weights."""
 
 import json
 import shutil

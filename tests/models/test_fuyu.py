@@ -1,4 +1,4 @@
-"""Tests of Fuyu against transformers, on random weights."""
+"""Tests for Fuyu against transformers, on random weights."""
 
 from typing import ClassVar
 

@@ -1,4 +1,4 @@
-"""Tests of Gemma 3 against transformers, on random weights."""
+"""Tests for Gemma 3 against transformers, on random weights."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Tests of Gemma 3n against transformers, on random weights. `make test-gemma3n` runs them, because they need timm."""
+"""Tests for Gemma 3n against transformers, on random weights. `make test-gemma3n` runs them, because they need timm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of Gemma 4 against transformers, on random weights."""
+"""Tests for Gemma 4 against transformers, on random weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of GLM-4.1V and GLM-4.6V against transformers, on random weights."""
+"""Tests for GLM-4.1V and GLM-4.6V against transformers, on random weights."""
 
 from fractions import Fraction
 from typing import ClassVar

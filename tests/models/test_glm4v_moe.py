@@ -1,4 +1,4 @@
-"""Tests of GLM-4.5V against transformers, on random weights."""
+"""Tests for GLM-4.5V against transformers, on random weights."""
 
 from transformers import Glm4vMoeConfig, Glm4vMoeForConditionalGeneration
 

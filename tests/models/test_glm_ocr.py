@@ -1,4 +1,4 @@
-"""Tests of GLM-OCR against transformers, on random weights."""
+"""Tests for GLM-OCR against transformers, on random weights."""
 
 from typing import ClassVar
 

@@ -1,4 +1,4 @@
-"""Tests of HunyuanOCR against transformers, on random weights."""
+"""Tests for HunyuanOCR against transformers, on random weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of Idefics3 against transformers, on random weights."""
+"""Tests for Idefics3 against transformers, on random weights."""
 
 from typing import ClassVar
 

@@ -1,4 +1,4 @@
-"""Tests of checkpoints of compressed-tensors, GPTQ and AWQ, beside models of the same numbers in floating point."""
+"""Tests for checkpoints of compressed-tensors, GPTQ and AWQ, beside models of the same numbers in floating point."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Tests of InternVL against transformers, on random weights."""
+"""Tests for InternVL against transformers, on random weights."""
 
 import json
 import shutil

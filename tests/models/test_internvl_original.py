@@ -1,4 +1,4 @@
-"""Tests of InternVL in OpenGVLab's layout against transformers' class with the same weights."""
+"""Tests for InternVL in OpenGVLab's layout against transformers' class with the same weights."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Tests of Kimi K2.5 against transformers, on random weights."""
+"""Tests for Kimi K2.5 against transformers, on random weights."""
 
 import base64
 import json

@@ -1,4 +1,4 @@
-"""Tests of LFM2-VL against transformers, on random weights."""
+"""Tests for LFM2-VL against transformers, on random weights."""
 
 from typing import ClassVar
 

@@ -1,4 +1,4 @@
-"""Tests of Llama 4 against transformers, on random weights."""
+"""Tests for Llama 4 against transformers, on random weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of LLaVA against transformers, on random weights."""
+"""Tests for LLaVA against transformers, on random weights."""
 
 from typing import ClassVar
 

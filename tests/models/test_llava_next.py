@@ -1,4 +1,4 @@
-"""Tests of LLaVA-NeXT against transformers, on random weights."""
+"""Tests for LLaVA-NeXT against transformers, on random weights."""
 
 from typing import ClassVar
 

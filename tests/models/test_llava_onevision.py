@@ -1,4 +1,4 @@
-"""Tests of LLaVA-OneVision against transformers, on random weights."""
+"""Tests for LLaVA-OneVision against transformers, on random weights."""
 
 from typing import ClassVar
 

@@ -1,4 +1,4 @@
-"""Tests of MindIE's wire format for Qwen2-VL. An independent reader and our model read it."""
+"""Tests for MindIE's wire format for Qwen2-VL. An independent reader and our model read it."""
 
 import json
 import os

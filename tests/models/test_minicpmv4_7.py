@@ -1,4 +1,4 @@
-"""Tests of MiniCPM-V 4.7 against transformers, on random weights."""
+"""Tests for MiniCPM-V 4.7 against transformers, on random weights."""
 
 from typing import ClassVar
 

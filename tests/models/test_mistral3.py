@@ -1,4 +1,4 @@
-"""Tests of Mistral 3 against transformers, on random weights."""
+"""Tests for Mistral 3 against transformers, on random weights."""
 
 from __future__ import annotations
 

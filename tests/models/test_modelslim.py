@@ -1,4 +1,4 @@
-"""Tests of checkpoints that ModelSlim quantized, beside models of the same numbers in floating point."""
+"""Tests for checkpoints that ModelSlim quantized, beside models of the same numbers in floating point."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""Tests of Molmo against results of the original implementation in tests/golden/molmo."""
+"""Tests for Molmo against results of the original implementation in tests/golden/molmo."""
 
 from typing import ClassVar
 

@@ -1,4 +1,4 @@
-"""Tests of Molmo 2 against transformers, on random weights."""
+"""Tests for Molmo 2 against transformers, on random weights."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Tests of each key of Molmo's configuration, including the keys of its training code."""
+"""Tests for each key of Molmo's configuration, including the keys of its training code."""
 
 from typing import ClassVar
 

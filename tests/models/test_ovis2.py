@@ -1,4 +1,4 @@
-"""Tests of Ovis2 against transformers, on random weights."""
+"""Tests for Ovis2 against transformers, on random weights."""
 
 from typing import ClassVar
 

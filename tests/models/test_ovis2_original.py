@@ -1,4 +1,4 @@
-"""Tests of Ovis2 in AIDC-AI's layout against transformers' class, changed to compute what AIDC-AI's code computes."""
+"""Tests for Ovis2 in AIDC-AI's layout against transformers' class, changed to compute what AIDC-AI's code computes."""
 
 import re
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Tests of PaddleOCR-VL against transformers, on random weights."""
+"""Tests for PaddleOCR-VL against transformers, on random weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of Phi-4-multimodal against transformers, on random weights and adapters."""
+"""Tests for Phi-4-multimodal against transformers, on random weights and adapters."""
 
 import json
 import math
@@ -146,7 +146,7 @@ class Reference(BaseReference):
 
     def generate(self, items, count):
         # transformers drops its cache when a sequence exceeds the length of the short factors, but does not compute the
-        # keys again. A second call of `generate` does.
+        # keys again. A second call to `generate` does.
         inputs = dict(self.inputs(items))
         inputs.pop("attention_mask")
         ids = inputs.pop("input_ids")

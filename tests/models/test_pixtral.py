@@ -1,4 +1,4 @@
-"""Tests of Pixtral against transformers, on random weights."""
+"""Tests for Pixtral against transformers, on random weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the files that contain preprocessing settings, and of settings that do not fit the model.
+"""Tests for the files that contain preprocessing settings, and settings that do not fit the model.
 
 The settings are read from the same files as in transformers.
 """

@@ -1,4 +1,4 @@
-"""Tests of Qwen2.5-Omni's thinker against transformers, on random weights."""
+"""Tests for Qwen2.5-Omni's thinker against transformers, on random weights."""
 
 import io
 import json
@@ -277,7 +277,7 @@ FILMS = {
 
 
 def film(frames: int, rate: int, seconds: float, width: int = 112, height: int = 84, *, num_tracks: int = 1) -> bytes:
-    """Encode a film with sound without losses. All its sound tracks are the same."""
+    """Encode a film with audio without losses. All its audio tracks are the same."""
     file = io.BytesIO()
     with av.open(file, "w", format="matroska") as output:
         pictures = output.add_stream("ffv1", rate=rate)
@@ -425,7 +425,7 @@ class TestFilms:
 
     def test_sound_above_the_window_is_refused(self, tokenizer, path_file):
         items = [{"video": film(8, 8, WINDOW_S + 1.0), "use_audio_in_video": True}]
-        with pytest.raises(LimitExceeded, match=r"the sound of the video: the audio clip lasts 6\.0 s; .* is 5 s"):
+        with pytest.raises(LimitExceeded, match=r"the audio of the video: the audio clip lasts 6\.0 s; .* is 5 s"):
             tokenizer.tokenize(items, path_file)
         tokenizer.tokenize([{"video": items[0]["video"]}], path_file)
 
@@ -435,7 +435,7 @@ class TestFilms:
                 tokenizer.tokenize([{"video": encode_video(moving_frames(4))}], path_file)
                 tokenizer.tokenize([{"video": film(*FILMS["one second"])}], path_file)
         assert [record.getMessage() for record in caplog.records] == [
-            "a video has sound, which is left out; set use_audio_in_video to include it"
+            "a video has audio, which is left out; set use_audio_in_video to include it"
         ]
 
     def test_a_second_sound_track_that_is_left_out_is_logged_once(self, path, path_file, caplog):
@@ -445,7 +445,7 @@ class TestFilms:
                 tokenizer.tokenize([{"video": data, "use_audio_in_video": True}], path_file)
         assert [record.getMessage() for record in caplog.records] == [
             (
-                "a video has several sound tracks, of which only the one that players choose is used; send another "
+                "a video has several audio tracks, of which only the one that players choose is used; send another "
                 "track as an audio item"
             )
         ]

@@ -1,4 +1,4 @@
-"""Tests of Qwen2.5-VL against transformers, on random weights."""
+"""Tests for Qwen2.5-VL against transformers, on random weights."""
 
 from fractions import Fraction
 from typing import ClassVar

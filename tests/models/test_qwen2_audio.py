@@ -1,4 +1,4 @@
-"""Tests of Qwen2-Audio against transformers, on random weights."""
+"""Tests for Qwen2-Audio against transformers, on random weights."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Tests of Qwen2-VL's logits and tokens against transformers, on random weights."""
+"""Tests for Qwen2-VL's logits and tokens against transformers, on random weights."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Tests of Qwen3.5 against transformers, on random weights."""
+"""Tests for Qwen3.5 against transformers, on random weights."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tests of Qwen3.5 with a mixture of experts against transformers, on random weights."""
+"""Tests for Qwen3.5 with a mixture of experts against transformers, on random weights."""
 
 from typing import ClassVar
 

@@ -1,4 +1,4 @@
-"""Tests of Qwen3-ASR against transformers, on random weights."""
+"""Tests for Qwen3-ASR against transformers, on random weights."""
 
 import json
 import shutil

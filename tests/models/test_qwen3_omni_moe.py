@@ -1,4 +1,4 @@
-"""Tests of Qwen3-Omni's thinker against transformers, on random weights."""
+"""Tests for Qwen3-Omni's thinker against transformers, on random weights."""
 
 import json
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""Tests of Qwen3-VL against transformers, on random weights."""
+"""Tests for Qwen3-VL against transformers, on random weights."""
 
 from fractions import Fraction
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""Tests of Qwen-VL against results of the original implementation in tests/golden/qwen_vl."""
+"""Tests for Qwen-VL against results of the original implementation in tests/golden/qwen_vl."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Tests of each key of Qwen-VL's configuration."""
+"""Tests for each key of Qwen-VL's configuration."""
 
 import math
 from typing import ClassVar

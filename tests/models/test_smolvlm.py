@@ -1,4 +1,4 @@
-"""Tests of SmolVLM against transformers, on random weights."""
+"""Tests for SmolVLM against transformers, on random weights."""
 
 from typing import ClassVar
 

@@ -1,4 +1,4 @@
-"""Tests of Step 3.7 against transformers, on random weights."""
+"""Tests for Step 3.7 against transformers, on random weights."""
 
 import shutil
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""Tests of Whisper against transformers, on random weights."""
+"""Tests for Whisper against transformers, on random weights."""
 
 from typing import ClassVar
 

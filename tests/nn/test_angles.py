@@ -1,4 +1,4 @@
-"""Tests of the table of rotary angles."""
+"""Tests for the table of rotary angles."""
 
 from __future__ import annotations
 

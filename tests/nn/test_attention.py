@@ -1,4 +1,4 @@
-"""Tests of paged attention in a flat batch, against ordinary attention of each sequence alone."""
+"""Tests for paged attention in a flat batch, against ordinary attention of each sequence alone."""
 
 import itertools
 from types import SimpleNamespace

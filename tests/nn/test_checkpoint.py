@@ -1,4 +1,4 @@
-"""Tests of reading the files of a checkpoint directory."""
+"""Tests for reading the files of a checkpoint directory."""
 
 from __future__ import annotations
 

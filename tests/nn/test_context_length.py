@@ -1,4 +1,4 @@
-"""Tests of the context length for each type of rotary frequencies. The expected values are those of vLLM."""
+"""Tests for the context length for each type of rotary frequencies. The expected values are those of vLLM."""
 
 from __future__ import annotations
 

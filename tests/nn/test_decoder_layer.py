@@ -1,4 +1,4 @@
-"""Tests of the layers that replace transformers' decoder layers on the CPU."""
+"""Tests for the layers that replace transformers' decoder layers on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of end-of-sequence tokens, which published checkpoints specify in one or more of many files."""
+"""Tests for end-of-sequence tokens, which published checkpoints specify in one or more of many files."""
 
 import json
 import logging

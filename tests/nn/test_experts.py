@@ -1,4 +1,4 @@
-"""Tests of mixture-of-experts layers against transformers' own implementation, for all ways to multiply."""
+"""Tests for mixture-of-experts layers against transformers' own implementation, for all ways to multiply."""
 
 from __future__ import annotations
 

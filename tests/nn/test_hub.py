@@ -1,4 +1,4 @@
-"""Tests of names on the Hugging Face Hub in place of folders, with a local server."""
+"""Tests for names on the Hugging Face Hub in place of folders, with a local server."""
 
 from pathlib import Path
 

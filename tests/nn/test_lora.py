@@ -1,4 +1,4 @@
-"""Tests of LoRA adapters: their files, and their formulas against merged weights."""
+"""Tests for LoRA adapters: their files, and their formulas against merged weights."""
 
 import json
 import os

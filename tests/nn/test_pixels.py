@@ -1,4 +1,4 @@
-"""Tests of the conversion from uint8 pixels to a tower's input."""
+"""Tests for the conversion from uint8 pixels to a tower's input."""
 
 from __future__ import annotations
 

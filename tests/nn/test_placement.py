@@ -1,4 +1,4 @@
-"""Tests of a tower and a projector that have their own device or precision."""
+"""Tests for a tower and a projector that have their own device or precision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of weights that have their authors' names, and of tokens that authors add to a tokenizer."""
+"""Tests for weights that have their authors' names, and tokens that authors add to a tokenizer."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Tests of the warning about keys in config.json that have no effect."""
+"""Tests for the warning about keys in config.json that have no effect."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""Tests of fault points. They do nothing for users, and can kill a process in a test."""
+"""Tests for fault points. They do nothing for users, and can kill a process in a test."""
 
 import signal
 import subprocess

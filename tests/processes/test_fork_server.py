@@ -1,4 +1,4 @@
-"""Tests of workers that a fork server forks."""
+"""Tests for workers that a fork server forks."""
 
 from __future__ import annotations
 

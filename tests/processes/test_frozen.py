@@ -1,4 +1,4 @@
-"""Tests of an application that PyInstaller has frozen, in which sys.executable is the application itself."""
+"""Tests for an application that PyInstaller has frozen, in which sys.executable is the application itself."""
 
 from __future__ import annotations
 

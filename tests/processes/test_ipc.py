@@ -1,4 +1,4 @@
-"""Tests of the channels between a process and its worker processes."""
+"""Tests for the channels between a process and its worker processes."""
 
 import asyncio
 import os

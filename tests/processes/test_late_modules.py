@@ -1,4 +1,4 @@
-"""Tests of modules that are imported when code first uses one of their names."""
+"""Tests for modules that are imported when code first uses one of their names."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Tests of how long OpenMP threads spin at a barrier, from the variables that libgomp prints."""
+"""Tests for how long OpenMP threads spin at a barrier, from the variables that libgomp prints."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Tests of restarting failed processes."""
+"""Tests for restarting failed processes."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""Tests of standard streams that nobody reads, or that are closed."""
+"""Tests for standard streams that nobody reads, or that are closed."""
 
 import fcntl
 import os

@@ -1,4 +1,4 @@
-"""Tests of concurrent work that is canceled or fails."""
+"""Tests for concurrent work that is canceled or fails."""
 
 from __future__ import annotations
 

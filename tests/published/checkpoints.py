@@ -85,7 +85,7 @@ ELSEWHERE: Mapping[str, str] = {
     "qwen3_vl_embedding": "its small model, without a head, is tested below",
     "qwen_vl_int4": "qwen_vl",
 }
-"""Checkpoints whose layouts are tested in the tests of their families."""
+"""Checkpoints whose layouts are tested in the tests for their families."""
 ONLY_CONFIGS = frozenset(
     {
         "aria",

@@ -36,7 +36,7 @@ from tests.models.contract import FamilyContract, media_texts, picture
 from tests.models.references import Reference
 from tests.published.checkpoints import ELSEWHERE, FOLDER, ONLY_CONFIGS, REFUSED, SIZES, write_small
 
-pytestmark = pytest.mark.slow  # the tests of the families compare the same with small checkpoints
+pytestmark = pytest.mark.slow  # the tests for the families compare the same with small checkpoints
 
 MARKERS = {
     "fuyu": "",
@@ -55,7 +55,7 @@ VARIANTS = {
     "qwen2_vl_ain",
     "qwen3_vl_8b_lora",
 }
-"""Checkpoints that differ little from another one, or from the checkpoint in the tests of their family."""
+"""Checkpoints that differ little from another one, or from the checkpoint in the tests for their family."""
 ITEMS = [{"image": picture(150, 190)}, {"text": "What is in the image?"}]
 TEXT = [{"text": "a red square"}]
 

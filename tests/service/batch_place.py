@@ -1,4 +1,4 @@
-"""A store of files and batches with a model that needs no engine, for tests of batches on disk."""
+"""A store of files and batches with a model that needs no engine, for tests for batches on disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of API keys, cross-origin requests, host headers and client-given request ids."""
+"""Tests for API keys, cross-origin requests, host headers and client-given request ids."""
 
 import re
 import socket

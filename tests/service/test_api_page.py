@@ -1,4 +1,4 @@
-"""Tests of the requests and responses in docs/api.md."""
+"""Tests for the requests and responses in docs/api.md."""
 
 import base64
 import dataclasses

@@ -1,4 +1,4 @@
-"""Tests of runs of batches that are interrupted, on disk and without a model."""
+"""Tests for runs of batches that are interrupted, on disk and without a model."""
 
 from __future__ import annotations
 

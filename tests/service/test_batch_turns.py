@@ -1,4 +1,4 @@
-"""Tests of batches and files in a folder that several processes share: turns, models, expiry and leftovers."""
+"""Tests for batches and files in a folder that several processes share: turns, models, expiry and leftovers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of /v1/batches: answers, mistakes, cancellation, expiry, other keys, and the order beside other requests."""
+"""Tests for /v1/batches: answers, mistakes, cancellation, expiry, other keys, and the order beside other requests."""
 
 from __future__ import annotations
 

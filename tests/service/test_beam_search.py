@@ -1,4 +1,4 @@
-"""Tests of `use_beam_search`. tests/engine/test_beam_search.py compares the outputs with transformers."""
+"""Tests for `use_beam_search`. tests/engine/test_beam_search.py compares the outputs with transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the files of --ssl-certfile and --ssl-keyfile."""
+"""Tests for the files of --ssl-certfile and --ssl-keyfile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of /v1/chat/completions with the openai client."""
+"""Tests for /v1/chat/completions with the openai client."""
 
 import base64
 from pathlib import Path

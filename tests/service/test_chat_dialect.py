@@ -1,4 +1,4 @@
-"""Tests of how `ChatDialect` passes tools and reasoning settings to a chat template."""
+"""Tests for how `ChatDialect` passes tools and reasoning settings to a chat template."""
 
 from dataclasses import replace
 from typing import Any, Literal

@@ -1,4 +1,4 @@
-"""Tests of the file of API keys with names and quotas."""
+"""Tests for the file of API keys with names and quotas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of /v1/completions with the openai client."""
+"""Tests for /v1/completions with the openai client."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Tests of the HTTP connection.
+"""Tests for the HTTP connection.
 
 The head of a request must arrive in time and must not be too long. These limits do not end connections whose request is
 being answered, nor connections that wait for the next request.

@@ -1,4 +1,4 @@
-"""Tests of the service when it reaches its limit of open files."""
+"""Tests for the service when it reaches its limit of open files."""
 
 from __future__ import annotations
 

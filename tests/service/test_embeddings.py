@@ -1,4 +1,4 @@
-"""Tests of requests with embeddings in place of images and sounds."""
+"""Tests for requests with embeddings in place of images and sounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the request fields that vLLM adds to OpenAI's API."""
+"""Tests for the request fields that vLLM adds to OpenAI's API."""
 
 import json
 import math

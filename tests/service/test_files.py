@@ -1,4 +1,4 @@
-"""Tests of the content part `file`, which contains a text file or a PDF."""
+"""Tests for the content part `file`, which contains a text file or a PDF."""
 
 from __future__ import annotations
 

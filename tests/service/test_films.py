@@ -1,4 +1,4 @@
-"""Tests of films and sounds over HTTP, with the answers of the embedded checkpoint."""
+"""Tests for films and sounds over HTTP, with the answers of the embedded checkpoint."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_use_audio_in_video_adds_the_sound_of_a_film(http: Any) -> None:
 
 def test_sound_that_is_left_out_is_in_the_log(http: Any, service: RunningService) -> None:
     ask(http, "moving_with_sound.mp4", WHICH_WAY, max_tokens=1)
-    assert "a video has sound, which is left out; set use_audio_in_video to include it" in service.log.read_text()
+    assert "a video has audio, which is left out; set use_audio_in_video to include it" in service.log.read_text()
 
 
 def test_the_sound_of_a_film_is_true_or_false(http: Any) -> None:

@@ -1,4 +1,4 @@
-"""Tests of a full arena.
+"""Tests for a full arena.
 
 A full arena does not delay requests without media. Requests that wait for memory are answered eventually.
 """

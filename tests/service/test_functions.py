@@ -1,4 +1,4 @@
-"""Tests of `functions` and `function_call`, OpenAI's deprecated form of tools."""
+"""Tests for `functions` and `function_call`, OpenAI's deprecated form of tools."""
 
 import json
 from typing import Any

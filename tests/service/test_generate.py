@@ -1,4 +1,4 @@
-"""Tests of /generate and /generate_stream with MindIE's request formats."""
+"""Tests for /generate and /generate_stream with MindIE's request formats."""
 
 import base64
 import json

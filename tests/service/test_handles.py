@@ -1,4 +1,4 @@
-"""Tests of token ids with handles, which only clients of the Unix socket may send."""
+"""Tests for token ids with handles, which only clients of the Unix socket may send."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of health checks, metrics and startup logs."""
+"""Tests for health checks, metrics and startup logs."""
 
 import json
 import os

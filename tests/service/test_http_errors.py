@@ -384,7 +384,7 @@ def test_every_route_answers_404_for_another_model(http: Any) -> None:
     """The test sends the same body to all routes for requests, because routes ignore unknown fields."""
     paths = http.get("/openapi.json").json()["paths"]
     routes = [path for path, operations in paths.items() if "post" in operations and "{" not in path]
-    # These have tests of their own.
+    # These have tests for their own.
     own = re.compile(
         "/admin/reload|.*load_lora_adapter|.*/(messages|responses|rerank|score|files|batches|audio/.*|render)"
     )

@@ -1,4 +1,4 @@
-"""Tests of /infer with MindIE's request formats."""
+"""Tests for /infer with MindIE's request formats."""
 
 import json
 import re

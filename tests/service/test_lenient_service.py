@@ -1,4 +1,4 @@
-"""Tests of a service with --truncate, --allow-private-media and other settings that are off by default.
+"""Tests for a service with --truncate, --allow-private-media and other settings that are off by default.
 
 The last tests kill the tokenizer and engine processes of the service.
 """
@@ -196,7 +196,7 @@ def children(service: RunningService, module: str) -> list[psutil.Process]:
 
 
 def test_texts_of_chats_and_items_may_have_pictures(lenient: RunningService, red_square: str) -> None:
-    """This test runs after the tests of schemas.
+    """This test runs after the tests for schemas.
 
     They fork the process that checks schemas, and a fork would keep the memory of this test's picture mapped.
     """

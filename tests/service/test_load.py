@@ -1,4 +1,4 @@
-"""Tests of the service under load: full queues, timeouts, and clients that disconnect or do not read."""
+"""Tests for the service under load: full queues, timeouts, and clients that disconnect or do not read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of LoRA adapters in the service: model names, and loading while requests run."""
+"""Tests for LoRA adapters in the service: model names, and loading while requests run."""
 
 from __future__ import annotations
 

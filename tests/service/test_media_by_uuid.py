@@ -1,4 +1,4 @@
-"""Tests of media that a chat names by `uuid`, with and without their data."""
+"""Tests for media that a chat names by `uuid`, with and without their data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of `MessageReader`, which turns a model's text into a message. The text arrives in pieces of any size."""
+"""Tests for `MessageReader`, which turns a model's text into a message. The text arrives in pieces of any size."""
 
 from __future__ import annotations
 

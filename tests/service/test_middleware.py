@@ -1,4 +1,4 @@
-"""Tests of the limits on each request body and on all request bodies together."""
+"""Tests for the limits on each request body and on all request bodies together."""
 
 import asyncio
 from typing import Any

@@ -1,4 +1,4 @@
-"""Tests of docker/monitoring: the alerts with promtool, and the dashboard's queries with Prometheus under load."""
+"""Tests for docker/monitoring: the alerts with promtool, and the dashboard's queries with Prometheus under load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of requests from clients of other servers, with unknown keys, other roles and other model names."""
+"""Tests for requests from clients of other servers, with unknown keys, other roles and other model names."""
 
 from __future__ import annotations
 

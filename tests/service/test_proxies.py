@@ -1,4 +1,4 @@
-"""Tests of a service behind nginx and HAProxy, with the configurations in docs/deploy.md."""
+"""Tests for a service behind nginx and HAProxy, with the configurations in docs/deploy.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the service's periodic reclaiming of shared memory."""
+"""Tests for the service's periodic reclaiming of shared memory."""
 
 import asyncio
 from pathlib import Path

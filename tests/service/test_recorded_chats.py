@@ -1,4 +1,4 @@
-"""Tests of requests that were recorded from Open WebUI 0.12 and Continue 1.5. Their texts have been shortened."""
+"""Tests for requests that were recorded from Open WebUI 0.12 and Continue 1.5. Their texts have been shortened."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tests of /render, in a service with an engine and in `mindie-mm render`."""
+"""Tests for /render, in a service with an engine and in `mindie-mm render`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of a service with two engines, and of the replacement of its engines."""
+"""Tests for a service with two engines, and the replacement of its engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of /rerank and /score. tests/engine/test_score.py compares the scores with transformers."""
+"""Tests for /rerank and /score. tests/engine/test_score.py compares the scores with transformers."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_an_embedding_model_ranks_by_the_cosine(http: httpx2.Client) -> None:
     [
         ("/rerank", {}, "query: Field required"),
         ("/rerank", {**RERANK, "query": ""}, "query is empty"),
-        ("/rerank", {**RERANK, "query": 5}, "query: must be a text, or an object"),
+        ("/rerank", {**RERANK, "query": 5}, "query: must be a string, or an object"),
         ("/rerank", {**RERANK, "documents": []}, "documents is empty"),
         ("/rerank", {**RERANK, "documents": ["a", ""]}, "documents[1] is empty"),
         ("/rerank", {**RERANK, "documents": "a"}, "documents: Input should be a valid list"),
@@ -114,7 +114,7 @@ def test_an_embedding_model_ranks_by_the_cosine(http: httpx2.Client) -> None:
         ("/score", {**SCORE, "queries": "a"}, "exactly one of text_1, queries, data_1"),
         ("/score", {"text_1": ["a", "b"], "text_2": ["a"]}, "there are 2 queries for 1 documents"),
         ("/score", {"text_1": [], "text_2": ["a"]}, "text_1 is empty"),
-        ("/score", {"text_1": "a", "text_2": ["a", 5]}, "text_2: must be a text, or an object"),
+        ("/score", {"text_1": "a", "text_2": ["a", 5]}, "text_2: must be a string, or an object"),
     ],
 )
 def test_a_wrong_request_gets_status_400(http: httpx2.Client, path: str, body: dict[str, Any], message: str) -> None:

@@ -1,4 +1,4 @@
-"""Tests of how a service starts and stops. It leaves nothing in shared memory, no matter how it ends."""
+"""Tests for how a service starts and stops. It leaves nothing in shared memory, no matter how it ends."""
 
 import contextlib
 import json

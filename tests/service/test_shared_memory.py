@@ -1,4 +1,4 @@
-"""Tests of GET /shm and of the field `media_spans`."""
+"""Tests for GET /shm and the field `media_spans`."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""Tests of audio inputs over HTTP, with a model family that accepts audio."""
+"""Tests for audio inputs over HTTP, with a model family that accepts audio."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the limit of the spool, and of errors of its file system. Affected requests get 503 and may be retried."""
+"""Tests for the limit of the spool, and errors of its file system. Affected requests get 503 and may be retried."""
 
 from __future__ import annotations
 

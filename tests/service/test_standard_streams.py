@@ -1,4 +1,4 @@
-"""Tests of a service whose standard streams are closed or are not read."""
+"""Tests for a service whose standard streams are closed or are not read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of /v1/files: what is stored, for whom, and within which limits."""
+"""Tests for /v1/files: what is stored, for whom, and within which limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of response_format, which makes an answer fit a JSON schema."""
+"""Tests for response_format, which makes an answer fit a JSON schema."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Tests of the bytes and text offsets of tokens, with the two kinds of vocabulary whose tokens may split characters."""
+"""Tests for the bytes and text offsets of tokens, with both kinds of vocabulary whose tokens may split characters."""
 
 import asyncio
 from collections.abc import Awaitable

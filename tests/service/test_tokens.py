@@ -1,4 +1,4 @@
-"""Tests of /tokenize and /detokenize."""
+"""Tests for /tokenize and /detokenize."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Tests of tool calls with a model whose chat template does not use the variable `tools`."""
+"""Tests for tool calls with a model whose chat template does not use the variable `tools`."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Tests of tools over HTTP, with a model whose chat template renders tools."""
+"""Tests for tools over HTTP, with a model whose chat template renders tools."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Tests of the OpenTelemetry spans that the service sends to a collector."""
+"""Tests for the OpenTelemetry spans that the service sends to a collector."""
 
 from __future__ import annotations
 

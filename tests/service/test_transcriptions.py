@@ -1,4 +1,4 @@
-"""Tests of /v1/audio/transcriptions and /v1/audio/translations with the embedded checkpoint, which answers chats."""
+"""Tests for /v1/audio/transcriptions and /v1/audio/translations with the embedded checkpoint, which answers chats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the texts and times of transcripts, without a service, and of the prompt of a recognizer of speech."""
+"""Tests for the texts and times of transcripts, without a service, and the prompt of a recognizer of speech."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the file of the Unix socket."""
+"""Tests for the file of the Unix socket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of uploads: what is received, what is refused, and that no file is left behind."""
+"""Tests for uploads: what is received, what is refused, and that no file is left behind."""
 
 import asyncio
 import socket

@@ -1,4 +1,4 @@
-"""Tests of the limits of uploads on time and on the spool, and of what a killed service leaves."""
+"""Tests for the limits of uploads on time and on the spool, and what a killed service leaves."""
 
 from __future__ import annotations
 

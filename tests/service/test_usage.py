@@ -1,4 +1,4 @@
-"""Tests of the fields `usage`, which counts tokens by kind, and `timings`, which lists the time of each stage."""
+"""Tests for the fields `usage`, which counts tokens by kind, and `timings`, which lists the time of each stage."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Tests of /v1/embeddings. tests/engine/test_embed.py compares the values with transformers."""
+"""Tests for /v1/embeddings. tests/engine/test_embed.py compares the values with transformers."""
 
 from __future__ import annotations
 

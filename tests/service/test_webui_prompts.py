@@ -1,4 +1,4 @@
-"""Tests of prompt strings that contain pictures as `<img>` tags, as text-generation-webui sends them."""
+"""Tests for prompt strings that contain pictures as `<img>` tags, as text-generation-webui sends them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of transcriptions by a family that writes time stamps, with random weights and a window of 2 s."""
+"""Tests for transcriptions by a family that writes time stamps, with random weights and a window of 2 s."""
 
 from __future__ import annotations
 

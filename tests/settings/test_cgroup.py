@@ -1,4 +1,4 @@
-"""Tests of the number of CPUs that the affinity mask and the control groups allow."""
+"""Tests for the number of CPUs that the affinity mask and the cgroups allow."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ CPUS = len(os.sched_getaffinity(0))
 
 @pytest.fixture
 def groups(tmp_path):
-    """Return a folder like a mount of control groups. This process is in /a/b (version 2) and in /c (version 1)."""
+    """Return a folder like a mount of cgroups. This process is in /a/b (version 2) and in /c (version 1)."""
     (tmp_path / "own").write_text("4:cpu,cpuacct:/c\n3:memory:/d\n0::/a/b\n")
     for folder in ("a/b", "cpu/c", "cpu/d"):
         (tmp_path / folder).mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Tests of invalid settings. The error gives the name of the setting."""
+"""Tests for invalid settings. The error gives the name of the setting."""
 
 import math
 

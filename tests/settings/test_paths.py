@@ -1,4 +1,4 @@
-"""Tests of relative paths. They are resolved when a setting or an argument is given."""
+"""Tests for relative paths. They are resolved when a setting or an argument is given."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Tests of the sources of settings, the list of settings, and the errors for invalid settings."""
+"""Tests for the sources of settings, the list of settings, and the errors for invalid settings."""
 
 import dataclasses
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tests of environment variables whose names resemble settings. Warnings contain the names but no values."""
+"""Tests for environment variables whose names resemble settings. Warnings contain the names but no values."""
 
 import dataclasses
 import os

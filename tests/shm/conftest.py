@@ -1,4 +1,4 @@
-"""Processes and fixtures for the tests of shared memory."""
+"""Processes and fixtures for the tests for shared memory."""
 
 from __future__ import annotations
 

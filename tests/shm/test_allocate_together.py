@@ -1,4 +1,4 @@
-"""Tests of `Arena.allocate_together`, which allocates blocks for all items of a request, or none."""
+"""Tests for `Arena.allocate_together`, which allocates blocks for all items of a request, or none."""
 
 from __future__ import annotations
 

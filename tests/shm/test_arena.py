@@ -1,4 +1,4 @@
-"""Tests of an arena's owner: creation, allocation, publishing, waiting and closing."""
+"""Tests for an arena's owner: creation, allocation, publishing, waiting and closing."""
 
 from __future__ import annotations
 

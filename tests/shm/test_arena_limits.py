@@ -1,4 +1,4 @@
-"""Tests of request quotas and the owner's counters."""
+"""Tests for request quotas and the owner's counters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the heap's fragmentation: weeks of mixed traffic, and adversarial patterns."""
+"""Tests for the heap's fragmentation: weeks of mixed traffic, and adversarial patterns."""
 
 from __future__ import annotations
 

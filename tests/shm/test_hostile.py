@@ -1,4 +1,4 @@
-"""Tests of arenas that are full, truncated, replaced or damaged, or that belong to other users and namespaces."""
+"""Tests for arenas that are full, truncated, replaced or damaged, or that belong to other users and namespaces."""
 
 from __future__ import annotations
 

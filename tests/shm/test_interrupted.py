@@ -1,4 +1,4 @@
-"""Tests of arenas when a signal handler raises an exception, when a process forks, and when `close` is not called."""
+"""Tests for arenas when a signal handler raises an exception, when a process forks, and when `close` is not called."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of MindIE's wire format: words, segments, and errors in cases where MindIE returns wrong results."""
+"""Tests for MindIE's wire format: words, segments, and errors in cases where MindIE returns wrong results."""
 
 from __future__ import annotations
 

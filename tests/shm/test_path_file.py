@@ -1,4 +1,4 @@
-"""Tests of path files, and of releasing the blocks that they list."""
+"""Tests for path files, and releasing the blocks that they list."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of readers: readers in other processes, stale references and removed arenas."""
+"""Tests for readers: readers in other processes, stale references and removed arenas."""
 
 from __future__ import annotations
 

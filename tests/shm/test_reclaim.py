@@ -1,4 +1,4 @@
-"""Tests of the survey of /dev/shm and of the collector."""
+"""Tests for the survey of /dev/shm and the collector."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of blocks that consist of several pieces. They are written and read like other blocks."""
+"""Tests for blocks that consist of several pieces. They are written and read like other blocks."""
 
 from __future__ import annotations
 

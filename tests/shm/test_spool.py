@@ -1,4 +1,4 @@
-"""Tests of the spool and its request directories."""
+"""Tests for the spool and its request directories."""
 
 from __future__ import annotations
 

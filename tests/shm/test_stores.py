@@ -1,4 +1,4 @@
-"""Tests of an arena through the functions that its users call."""
+"""Tests for an arena through the functions that its users call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the native wire format: round trips, error detection and literal words."""
+"""Tests for the native wire format: round trips, error detection and literal words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of a checkpoint with an added token of 2,000 characters, for which llguidance panics."""
+"""Tests for a checkpoint with an added token of 2,000 characters, for which llguidance panics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of structured outputs that follow a reasoning section of limited length."""
+"""Tests for structured outputs that follow a reasoning section of limited length."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Tests of structural tags, in xgrammar's format and in the older format."""
+"""Tests for structural tags, in xgrammar's format and in the older format."""
 
 from __future__ import annotations
 

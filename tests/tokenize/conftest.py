@@ -1,4 +1,4 @@
-"""Fixtures for the tests of the tokenizer."""
+"""Fixtures for the tests for the tokenizer."""
 
 from collections.abc import Iterator
 from pathlib import Path

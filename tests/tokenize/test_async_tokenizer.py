@@ -1,4 +1,4 @@
-"""Tests of the tokenizer in a separate process."""
+"""Tests for the tokenizer in a separate process."""
 
 import asyncio
 import os

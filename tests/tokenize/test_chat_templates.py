@@ -1,4 +1,4 @@
-"""Tests of chat templates that accept only strings as content, and of tokenizers with several templates."""
+"""Tests for chat templates that accept only strings as content, and tokenizers with several templates."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Tests of the tokenizer in a thread of the caller's process."""
+"""Tests for the tokenizer in a thread of the caller's process."""
 
 import asyncio
 import signal

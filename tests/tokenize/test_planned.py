@@ -1,4 +1,4 @@
-"""Tests of plans of prompts: ids, spans and digests from the headers of media."""
+"""Tests for plans of prompts: ids, spans and digests from the headers of media."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the cache of preprocessed media. Repeated media are copied from the cache instead of being decoded again."""
+"""Tests for the cache of preprocessed media. Repeated media are copied from the cache instead of decoded again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of prompts: placeholders, handle words, references and truncation."""
+"""Tests for prompts: placeholders, handle words, references and truncation."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Tests of LLM and Tokenizer with decoder processes: in a script, from standard input and in a running event loop."""
+"""Tests for LLM and Tokenizer with decoder processes: in a script, from standard input and in a running event loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the tokenizer against transformers."""
+"""Tests for the tokenizer against transformers."""
 
 import base64
 import json

@@ -1,4 +1,4 @@
-"""Tests of tools in chat templates, including templates that do not mention tools."""
+"""Tests for tools in chat templates, including templates that do not mention tools."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Tests of the content and the calls that each tool-call format reads from a text."""
+"""Tests for the content and the calls that each tool-call format reads from a text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of grammars that force tool calls, compiled for the vocabulary of the embedded checkpoint."""
+"""Tests for grammars that force tool calls, compiled for the vocabulary of the embedded checkpoint."""
 
 from __future__ import annotations
 

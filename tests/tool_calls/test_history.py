@@ -1,4 +1,4 @@
-"""Tests of earlier calls, in the form that each chat template expects, and of tools that are described as text."""
+"""Tests for earlier calls, in the form that each chat template expects, and tools that are described as text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of choosing a tool call format for a checkpoint."""
+"""Tests for choosing a tool call format for a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of an editable installation, as `make install` makes it."""
+"""Tests for an editable installation, as `make install` makes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of every module in tools/, bench/, training/ and tests/ that runs as a command with `python -m`."""
+"""Tests for every module in tools/, bench/, training/ and tests/ that runs as a command with `python -m`."""
 
 from __future__ import annotations
 

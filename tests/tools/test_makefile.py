@@ -1,4 +1,4 @@
-"""Tests of the build of torch that `make install` selects. A fake pip prints its arguments."""
+"""Tests for the build of torch that `make install` selects. A fake pip prints its arguments."""
 
 from __future__ import annotations
 

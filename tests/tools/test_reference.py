@@ -1,4 +1,4 @@
-"""Tests of the generated pages, and of the Python reference, which must list all public names."""
+"""Tests for the generated pages, and the Python reference, which must list all public names."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Tests of the service that other tests start as a fixture."""
+"""Tests for the service that other tests start as a fixture."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Tests of small checkpoints that are made from published config.json files."""
+"""Tests for small checkpoints that are made from published config.json files."""
 
 from __future__ import annotations
 

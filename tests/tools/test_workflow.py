@@ -1,4 +1,4 @@
-"""Tests of .github/workflows/ci.yml: GitHub's schema of workflows, and the versions in pyproject.toml."""
+"""Tests for .github/workflows/ci.yml: GitHub's schema of workflows, and the versions in pyproject.toml."""
 
 from __future__ import annotations
 

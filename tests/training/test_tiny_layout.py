@@ -1,4 +1,4 @@
-"""Tests of the embedded checkpoint's files, and that training prompts follow its chat template."""
+"""Tests for the embedded checkpoint's files, and that training prompts follow its chat template."""
 
 import random
 import re

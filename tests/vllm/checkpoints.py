@@ -24,7 +24,7 @@ _MARKS = {
 
 
 def write(family: str, out: Path) -> Path:
-    """Write the checkpoint that the tests of a family use, with a chat template, to the folder `out`."""
+    """Write the checkpoint that the tests for a family use, with a chat template, to the folder `out`."""
     if family == "qwen2vl":
         from tools.random_checkpoint import write_checkpoint
 

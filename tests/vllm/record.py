@@ -74,7 +74,7 @@ def main() -> None:
     arguments.add_argument("families", metavar="FAMILY", nargs="*")
     arguments.add_argument("--check", action="store_true", help="compare with the stored answers")
     given = arguments.parse_args()
-    sys.path.insert(0, str(Path(__file__).parents[1] / "stubs"))  # for the tests of families, as in pytest
+    sys.path.insert(0, str(Path(__file__).parents[1] / "stubs"))  # for the tests for families, as in pytest
     if not CHATS.exists():
         MEDIA.mkdir(exist_ok=True)
         bodies = {name: store(name, body) for name, body in (*chats.image_chats(), *chats.pixel_chats())}

@@ -1,7 +1,7 @@
 """Stored chats and vLLM's answers to them, so that tests need no vLLM.
 
 `chats.json` has the bodies of requests, whose images are files in `media`. A file in `answers` has the answers for the
-small checkpoint that the tests of a family write.
+small checkpoint that the tests for a family write.
 """
 
 from __future__ import annotations

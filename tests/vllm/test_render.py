@@ -1,4 +1,4 @@
-"""Tests of ids, ranges and hashes of media against the stored answers of vLLM."""
+"""Tests for ids, ranges and hashes of media against the stored answers of vLLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fixtures for tests of the web page in headless Chromium, with a real service."""
+"""Fixtures for tests for the web page in headless Chromium, with a real service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of how the page shows answers: Markdown, reasoning and tool calls."""
+"""Tests for how the page shows answers: Markdown, reasoning and tool calls."""
 
 from __future__ import annotations
 

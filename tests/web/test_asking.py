@@ -122,7 +122,7 @@ def test_documents_are_sent_as_files(page: Page, files: Path) -> None:
     """The extension .ts belongs to a video or to TypeScript, so the content decides."""
     page.get_by_label("Attach files").set_input_files([files / "notes.ts", files / "page.pdf", files / "data.bin"])
     expect(page.locator("#status")).to_have_text(
-        "Attached: notes.ts, page.pdf. Not a picture, video, sound, PDF or text: data.bin."
+        "Attached: notes.ts, page.pdf. Not an image, video, audio, PDF or text file: data.bin."
     )
     with page.expect_request(COMPLETIONS) as caught:
         turn = ask(page, WHAT)

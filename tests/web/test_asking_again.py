@@ -1,4 +1,4 @@
-"""Tests of questions without a whole answer: refused, stopped, or answered in part."""
+"""Tests for questions without a whole answer: refused, stopped, or answered in part."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def test_a_refused_question_returns_to_the_form(page: Page, files: Path) -> None
 
 def test_a_recording_survives_a_lost_connection(page: Page) -> None:
     """The recording is put back into the form, and stays there even if the user opens another conversation."""
-    page.get_by_role("button", name="Record sound").click()
-    expect(page.locator("#status")).to_have_text("Recording sound.")
+    page.get_by_role("button", name="Record audio").click()
+    expect(page.locator("#status")).to_have_text("Recording audio.")
     page.get_by_role("button", name="Stop recording").click()
     expect(page.locator("#items li")).to_have_count(1)
     page.context.set_offline(True)

@@ -1,4 +1,4 @@
-"""Tests of the conversation, as the page shows it and sends it in requests."""
+"""Tests for the conversation, as the page shows it and sends it in requests."""
 
 from __future__ import annotations
 

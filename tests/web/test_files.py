@@ -1,4 +1,4 @@
-"""Tests of how the service serves the page's files over HTTP."""
+"""Tests for how the service serves the page's files over HTTP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of what the page keeps in the browser: conversations, their branches and media."""
+"""Tests for what the page keeps in the browser: conversations, their branches and media."""
 
 from __future__ import annotations
 

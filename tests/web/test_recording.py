@@ -32,7 +32,7 @@ TRACKS = "window.streams.flatMap((stream) => stream.getTracks()).map((track) => 
 @pytest.mark.slow
 def test_recordings_are_attached_and_answered(page: Page) -> None:
     questions = {"audio": "How many beeps do you hear?", "video": "Which way does the shape move?"}
-    for number, (kind, name) in enumerate((("audio", "Record sound"), ("video", "Record video"))):
+    for number, (kind, name) in enumerate((("audio", "Record audio"), ("video", "Record video"))):
         page.get_by_role("button", name=name).click()
         expect(page.locator("#status")).to_contain_text("Recording")
         stop = page.get_by_role("button", name="Stop recording")
@@ -55,16 +55,16 @@ def test_recordings_are_attached_and_answered(page: Page) -> None:
 def test_a_second_press_starts_no_second_recording(page: Page) -> None:
     """A second press is ignored while the browser asks for permission. Asking ends and attaches a recording."""
     page.evaluate(ASKED_FIRST)
-    page.get_by_role("button", name="Record sound").dblclick()
+    page.get_by_role("button", name="Record audio").dblclick()
     expect(page.locator("#status")).to_have_text("The browser asks whether this page may use the microphone.")
     assert page.evaluate("window.asked") == 1
     page.evaluate("window.allow()")
-    expect(page.locator("#status")).to_have_text("Recording sound.")
+    expect(page.locator("#status")).to_have_text("Recording audio.")
     assert page.evaluate(TRACKS) == ["live"]
     expect(page.get_by_role("button", name="Stop recording")).to_contain_text("1 s")
     turn = ask(page, "How many beeps do you hear?")
     expect(turn.locator("audio")).to_have_count(1)
-    expect(page.get_by_role("button", name="Record sound")).to_be_visible()
+    expect(page.get_by_role("button", name="Record audio")).to_be_visible()
     assert page.evaluate(TRACKS) == ["ended"]
 
 
@@ -73,7 +73,7 @@ def test_a_recorder_that_fails_leaves_the_microphone_off(page: Page) -> None:
     """Without any of the formats that the page prefers, it uses the browser's default format."""
     page.evaluate(ASKED_FIRST)
     page.evaluate("window.allow()")
-    button = page.get_by_role("button", name="Record sound")
+    button = page.get_by_role("button", name="Record audio")
     for number, step in enumerate(("constructor", "start"), 1):
         page.evaluate(
             """(step) => {
@@ -97,7 +97,7 @@ def test_a_recorder_that_fails_leaves_the_microphone_off(page: Page) -> None:
         page.evaluate("void window.mend()")
     page.evaluate("MediaRecorder.isTypeSupported = () => false")
     button.click()
-    expect(page.locator("#status")).to_have_text("Recording sound.")
+    expect(page.locator("#status")).to_have_text("Recording audio.")
     page.get_by_role("button", name="Stop recording").click()
     expect(page.locator("#items li")).to_contain_text("recording 1.webm audio")
 
@@ -114,7 +114,7 @@ def test_a_video_may_be_attached_as_sound(page: Page, tmp_path: Path) -> None:
     attach(page, tmp_path / "voice.mp4")
     submit(page, "How many beeps do you hear?")
     expect(page.get_by_role("alert")).to_contain_text("the file has no video stream")
-    page.get_by_label("Send only the sound").check()
+    page.get_by_label("Send only the audio").check()
     turn = ask(page, "How many beeps do you hear?")
     expect(turn.locator("audio")).to_have_count(1)
     expect(turn.locator(".answer")).to_have_text("2")

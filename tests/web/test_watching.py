@@ -1,4 +1,4 @@
-"""Tests of the parts of the page that show shared memory, the queue and the throughput, and of the API key form."""
+"""Tests for the parts of the page that show shared memory, the queue and the throughput, and the API key form."""
 
 from __future__ import annotations
 

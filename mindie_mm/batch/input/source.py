@@ -320,7 +320,7 @@ class Table(Source):
 
     def _read(self, first_group: int) -> Iterator[dict[str, Any]]:
         groups = list(range(first_group, self._metadata.num_row_groups))
-        # The file is read in pieces, because a row group with pictures may not fit into memory.
+        # The file is read in pieces, because a row group with images may not fit into memory.
         pieces = {"buffer_size": _PIECE_BYTES, "pre_buffer": False}
         with self._parquet(metadata=self._metadata, **pieces) as file:
             for batch in file.iter_batches(self._rows_at_once, row_groups=groups, columns=[*self.columns] or None):

@@ -104,7 +104,7 @@ class ArrayFile:
             specs: Arrays by name.
 
         Returns:
-            The locations of the arrays, and the arrays by name. Fill them before the next call of a method.
+            The locations of the arrays, and the arrays by name. Fill them before the next call to a method.
 
         Raises:
             LimitExceeded: The header has no room for the arrays, or there is not enough memory.

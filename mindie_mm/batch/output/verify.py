@@ -40,7 +40,7 @@ class Damage:
     message: str
     """Path of the file, and the reason."""
     remove: Path | RemoteFile
-    """File to remove, so that another call of `mindie-mm tokenize` repairs the damage."""
+    """File to remove, so that another call to `mindie-mm tokenize` repairs the damage."""
     rows: range = range(0)
     """Rows that are damaged."""
 

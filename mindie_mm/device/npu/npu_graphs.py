@@ -1,7 +1,7 @@
 """Graphs of an NPU (aclgraph): operators that are captured once and then launched together.
 
 Fused attention takes the lengths of sequences from the host, so they must be updated before each launch. torch_npu
-captures each call of the operator together with an event. A launch waits for one update per captured call, and would
+captures each call to the operator together with an event. A launch waits for one update per captured call, and would
 wait forever without it.
 """
 

@@ -1,4 +1,4 @@
-"""A cache of media features by content. A tower encodes a repeated picture only once."""
+"""A cache of media features by content. A tower encodes a repeated image only once."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def _with_whole_experts(plan: Mapping[str, str], text: Any) -> dict[str, str]:
 def localize(module: nn.Module) -> None:
     """Replace the DTensor weights of linear layers, experts and embeddings by this rank's local tensors.
 
-    PyTorch converts a DTensor at every call of a layer. The conversion takes longer than a small layer. For embeddings,
+    PyTorch converts a DTensor at every call to a layer. The conversion takes longer than a small layer. For embeddings,
     it also indexes with booleans, for which the host waits for some devices.
     """
     from torch.distributed.tensor import DTensor, Shard

@@ -29,7 +29,7 @@ class MediaShape:
     grid: tuple[int, ...] = ()
     """Geometry that only the family interprets, such as patches (t, h, w)."""
     second_token: int | None = None
-    """A second placeholder id of the item, such as that of a film's sound. Only the family knows it: it is not stored.
+    """A second placeholder id of the item, such as that of a film's audio. Only the family knows it: it is not stored.
     Handle words never replace it."""
 
     @property

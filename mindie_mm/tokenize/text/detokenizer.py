@@ -38,7 +38,7 @@ class TextStream:
         self._skip = skip_special_tokens and silent is None
         self._silent = silent or ()
         joined = not (skip_special_tokens or spaces_between_special_tokens)
-        self._joined = tokenizer.get_added_tokens_decoder() if joined else {}  # added tokens without blanks in between
+        self._joined = tokenizer.get_added_tokens_decoder() if joined else {}  # added tokens without spaces in between
         self._after_added = False
         self._last: list[int] = []  # the ids of the last piece
         self._last_text = ""  # text of the last piece

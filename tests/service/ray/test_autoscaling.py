@@ -1,4 +1,4 @@
-"""Tests of the autoscaling policy, which need no cluster."""
+"""Tests for the autoscaling policy, which need no cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of replicas and nodes that end, on a cluster of three nodes. The tests share the cluster, in this order."""
+"""Tests for replicas and nodes that end, on a cluster of three nodes. The tests share the cluster, in this order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the names of contents, which need no cluster."""
+"""Tests for the names of contents, which need no cluster."""
 
 from __future__ import annotations
 

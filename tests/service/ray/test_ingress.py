@@ -1,4 +1,4 @@
-"""Tests of the ingress with a stand-in for Ray's handle of the workers. They need no cluster."""
+"""Tests for the ingress with a stand-in for Ray's handle of the workers. They need no cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs the tests of the HTTP interface against a service on Ray Serve with two workers."""
+"""Runs the tests for the HTTP interface against a service on Ray Serve with two workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the metrics page of several replicas, which need no cluster."""
+"""Tests for the metrics page of several replicas, which need no cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the router's order of replicas, which need no cluster."""
+"""Tests for the router's order of replicas, which need no cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of settings, versions and resources, which need no cluster."""
+"""Tests for settings, versions and resources, which need no cluster."""
 
 from __future__ import annotations
 

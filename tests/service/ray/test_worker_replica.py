@@ -1,4 +1,4 @@
-"""Tests of a worker replica with real processes, which need no cluster."""
+"""Tests for a worker replica with real processes, which need no cluster."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from mindie_mm.settings.config import MiB
 
 _TIMEOUT_S = 30.0  # npu-smi waits for the driver, which may have hung
 _BUSY_SHARE = 0.25
-"""Share of used memory above which an NPU counts as busy. On an idle 910B, 5 % of 64 GiB are used."""
+"""Share of used memory above which an NPU counts as busy. On an idle 910B, 5% of 64 GiB are used."""
 
 # Excerpt of the table of `npu-smi info`:
 # | 0     910B3               | OK            | 91.0        36                0    / 0             |
