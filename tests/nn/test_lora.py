@@ -232,6 +232,7 @@ Q = f"base_model.model.{LAYERS}.0.self_attn.q_proj"
         (lambda own: own.update({f"{Q}.lora_embedding_A": torch.zeros(3, 8)}), "is not served; only changes"),
         (lambda own: own.update({f"{LAYERS}.0.input_layernorm.weight": torch.zeros(8)}), "no linear layer"),
         (lambda own: own.update({f"{Q}.lora_magnitude_vector": torch.ones(8)}), "magnitude without use_dora"),
+        (lambda own: own.update({f"{Q}.lora_B.bias": torch.zeros(9)}), r"has shape \[9\] instead of"),
         (lambda own: own.update({f"{Q}.weight": torch.zeros(8, 8)}), "both changed and replaced"),
         (lambda own: own.update({f"{Q}.base_layer.bias": torch.zeros(8), f"{Q}.bias": torch.zeros(8)}), "given twice"),
         (lambda own: own.update({f"{Q}.lora_A.weight": own[f"{Q}.lora_A.weight"].int()}), "must be a float type"),

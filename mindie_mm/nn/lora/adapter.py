@@ -179,17 +179,8 @@ class _Reading:
             raise self._refused(
                 first, f"changes {layer}, which is {kind} not served. {self._base()}, or merge it (merge_and_unload)"
             )
-        has_change = "a" in parts or "b" in parts
-        if has_change and not {"a", "b"} <= parts.keys():
-            raise self._refused(first, "has no counterpart: lora_A or lora_B is missing; the file is damaged")
-        if ("magnitude" in parts) != (has_change and self._config.has_magnitudes):
-            raise self._refused(first, "has a magnitude without use_dora, or no magnitude with it; the file is damaged")
-        if target.is_embedding and parts.keys() != {"weight"}:
-            raise self._refused(
-                first, "is a change of an embedding; only whole embeddings (modules_to_save) are served"
-            )
-        if "weight" in parts and has_change:
-            raise self._refused(first, "is both changed and replaced, which is not served")
+        self._check_parts(first, target, parts)
+        has_change = "a" in parts
         rank = shapes[parts["a"]][0] if has_change and shapes[parts["a"]] else 0
         expected = {
             "a": (rank, target.num_inputs),
@@ -207,6 +198,29 @@ class _Reading:
         if has_change:
             self._check_rank(layer, parts["a"], rank)
         self._found[layer] = target
+
+    def _check_parts(self, first: str, target: Target, parts: Mapping[str, str]) -> None:
+        """Raise UnsupportedCheckpoint unless the parts of a layer's change belong together. `first` is one of them."""
+        has_change = "a" in parts or "b" in parts
+        if has_change and not {"a", "b"} <= parts.keys():
+            raise self._refused(first, "has no counterpart: lora_A or lora_B is missing; the file is damaged")
+        if ("magnitude" in parts) != (has_change and self._config.has_magnitudes):
+            raise self._refused(first, "has a magnitude without use_dora, or no magnitude with it; the file is damaged")
+        if target.is_embedding and parts.keys() != {"weight"}:
+            raise self._refused(
+                first, "is a change of an embedding; only whole embeddings (modules_to_save) are served"
+            )
+        if "weight" in parts and has_change:
+            raise self._refused(first, "is both changed and replaced, which is not served")
+        if {"magnitude", "b_bias"} <= parts.keys():
+            raise self._refused(
+                first, "has both a magnitude (use_dora) and a bias (lora_bias), as in no adapter of peft"
+            )
+        if target.hides_bias and parts.keys() & {"magnitude", "bias", "weight"}:
+            raise self._refused(
+                first,
+                "changes a layer that is quantized together with its bias; only lora_A and lora_B are served there",
+            )
 
     def _check_rank(self, layer: str, name: str, rank: int) -> None:
         if rank > self._max_rank:

@@ -38,6 +38,11 @@ class Target:
         return (self.num_inputs, self.num_outputs) if self.is_embedding else (self.num_outputs, self.num_inputs)
 
     @property
+    def hides_bias(self) -> bool:
+        """Whether the quantized weight may contain the bias (`StaticInput.has_bias`)."""
+        return isinstance(self.module, QuantizedLinear) and self.module.sum_bias is not None
+
+    @property
     def weight(self) -> Tensor:
         """The weight, [outputs, inputs]."""
         weight: Tensor = cast("Any", self.module).weight
