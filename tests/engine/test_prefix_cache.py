@@ -13,13 +13,13 @@ from PIL import Image
 from mindie_mm.engine.core import Engine
 from mindie_mm.engine.requests.engine_messages import Abort, Add
 from mindie_mm.engine.requests.sampling_params import SamplingParams
-from mindie_mm.inputs import parse_inputs
 from mindie_mm.models import load_model
 from mindie_mm.nn.model import Positions
 from mindie_mm.settings.config import EngineConfig
 from mindie_mm.shm import free, release
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.prompt import PromptOptions
+from mindie_mm.tokenize.requests import request_of_items
 from tests.models.contract import clip, picture, run
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -87,9 +87,8 @@ def test_requests_with_different_salts_share_no_blocks(model, tokenizer, path_fi
     engine = Engine(model, EngineConfig(**SMALL))
     digests = set()
     for salt, shares in (("", False), ("a", False), ("b", False), ("a", True), ("", True)):
-        prompt = tokenizer.make(
-            tokenizer.prompts.draft_items(parse_inputs(items), PromptOptions(cache_salt=salt)), path_file
-        )
+        options = PromptOptions(cache_salt=salt)
+        prompt = tokenizer.answer(request_of_items(items, chat=False, path_file=str(path_file), options=options))
         params = msgspec.structs.replace(GREEDY, cache_salt=salt)
         assert (ask(engine, torch.from_numpy(prompt.ids), params)[0].cached_tokens > 0) == shares
         digests |= {item.digest for item in model.read(prompt.ids)}
