@@ -8,7 +8,7 @@ from hashlib import sha256
 from starlette.types import ASGIApp, Message
 
 from service.batches.run import Answer
-from service.files.store import EVERYBODY
+from service.files.store import EVERYONE
 
 _REQUEST_ID = b"x-request-id"
 
@@ -35,7 +35,7 @@ def calling(app: ASGIApp) -> Answer:
             else:
                 parts.append(message.get("body", b""))
 
-        digest = sha256(b"").digest() if owner == EVERYBODY else bytes.fromhex(owner)
+        digest = sha256(b"").digest() if owner == EVERYONE else bytes.fromhex(owner)
         scope = {
             "type": "http",
             "asgi": {"version": "3.0"},
