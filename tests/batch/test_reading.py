@@ -329,10 +329,10 @@ def test_inspect_shows_the_run_and_the_pictures_of_a_row(
     monkeypatch.chdir(tmp_path)
     assert inspect().startswith("8 rows, 1 failed, ")
     shown = inspect(5)
-    assert "2 pictures; to write a PNG file of them, use --png FILE" in shown
+    assert "2 images; to write a PNG file of them, use --png FILE" in shown
     assert "Both?" in shown
     before = sorted(tmp_path.rglob("*"))
-    assert "wrote 2 pictures to two.png" in inspect(5, "--png", "two.png")
+    assert "wrote 2 images to two.png" in inspect(5, "--png", "two.png")
     with Image.open(tmp_path / "two.png") as sheet:
         assert sheet.size == (2 * 256 + 3 * 8, 256 + 2 * 8)
     inspect(0, "--png", "one.png")

@@ -420,7 +420,7 @@ class TestFilms:
 
     def test_a_film_is_not_packed(self, model, tokenizer, path_file):
         ids = tokenizer.tokenize([{"video": film(*FILMS["one second"]), "use_audio_in_video": True}], path_file)
-        with pytest.raises(InputError, match="a sample has a video with its sound, which cannot be packed"):
+        with pytest.raises(InputError, match="a sample has a video with its audio, which cannot be packed"):
             collate([Unpacked.of(model, ids)], model.processor, 0, "right", None, 4096)
 
     def test_sound_above_the_window_is_refused(self, tokenizer, path_file):
