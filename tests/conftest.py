@@ -11,10 +11,9 @@ import os
 import signal
 import socket
 import subprocess
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import httpcore2
@@ -104,7 +103,6 @@ def stopped_workers(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[subprocess
 MARKERS = (
     "slow: left to `make test-all`",
     "representative: run by `make test` for six families, because the other families would show the same",
-    "sampled(n): `make test` runs n of the cases, because the other cases differ only in their data",
 )
 
 
@@ -124,19 +122,6 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     paths = [str(config.rootpath), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
-
-
-@pytest.hookimpl(tryfirst=True)  # before -m selects tests
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the cases of sampled tests as slow, except a random sample. The sample is the same in each run."""
-    cases = defaultdict[tuple[pytest.Collector | None, str, int], list[pytest.Item]](list)
-    for item in items:
-        marker = item.get_closest_marker("sampled")
-        if isinstance(item, pytest.Function) and marker and not item.get_closest_marker("slow"):
-            cases[item.parent, item.originalname, *marker.args].append(item)
-    for (_, name, num_kept), found in cases.items():
-        for item in Random(name).sample(found, max(0, len(found) - num_kept)):
-            item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish() -> None:

@@ -197,7 +197,7 @@ class Seq2SeqEngine(BaseEngine):
         """Return the logits of the next token, float32 [1, vocabulary]."""
         if (decoding := self._decodings.get(request)) is not None:
             return self._model.decode(decoding, request.token_ids[-1:])
-        splices = [Splice(item.slots, features[item.ref]) for item in request.items]
+        splices = [Splice(item.slots, features[item.key]) for item in request.items]
         prompt = torch.from_numpy(request.ids(0, request.num_prompt))
         decoding = self._decodings[request] = self._model.encode_prompt(prompt, splices)
         faults.point("mid-prefill")

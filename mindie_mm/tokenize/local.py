@@ -21,6 +21,7 @@ from mindie_mm.processes.tasks import WorkThread, in_thread
 from mindie_mm.settings.config import WorkerConfig
 from mindie_mm.settings.environment import default_spool
 from mindie_mm.shm import collect
+from mindie_mm.shm.owner.arena import DEFAULT_TIMEOUT_S
 from mindie_mm.tokenize.clips import Clips
 from mindie_mm.tokenize.prompt import PlannedPrompt, Prompt
 from mindie_mm.tokenize.prompts import Prompts
@@ -63,6 +64,8 @@ class LocalTokenizer(TokenizerStage):
 
         """
         setup = msgspec.structs.replace(Setup.of(model_path, config), num_decoders=config.decoders)
+        if not setup.num_decoders:  # a prompt that waits for memory holds up all other prompts
+            setup = msgspec.structs.replace(setup, arena_wait_s=min(setup.arena_wait_s, DEFAULT_TIMEOUT_S))
         store, thread = ArenaStore.of(setup), None
         async with AsyncExitStack() as resources:
             await in_thread(partial(collect, [default_spool()]))  # without a service, no other process collects
@@ -91,9 +94,7 @@ class LocalTokenizer(TokenizerStage):
         return await self._run(lambda: self._prompts.make(requests))
 
     async def plan(self, requests: Sequence[TokenizeRequest]) -> list[PlannedPrompt]:
-        if self._thread is None:
-            return await self._prompts.plan(requests)
-        return await self._thread.run(lambda: run_alone(self._prompts.plan(requests)))
+        return await self._run(lambda: self._prompts.plan(requests))
 
     async def cut(
         self, speech: Media, folder: Path, max_bytes: int, domain: tuple[bytes, str], *, always: bool

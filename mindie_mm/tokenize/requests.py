@@ -39,8 +39,8 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     items: list[Item] | None = None
     """Items in order. With `ids`, they are the media of the prompt."""
     ids: list[int] | None = None
-    """Ids of an encoded prompt, with one placeholder per media item, or without placeholders if the family inserts
-    them."""
+    """Ids of an encoded prompt, with one placeholder per media item and page of a document, or without placeholders if
+    the family inserts them."""
     chat: bool = True
     """Whether `items` are formatted as one user turn, if the checkpoint has a chat template. Otherwise they are
     joined."""
@@ -95,6 +95,8 @@ def request_of_messages(
 
 def request_of_ids(ids: Sequence[int], media: Sequence[Mapping[str, Any]], **fields: Any) -> TokenizeRequest:
     """Return the request for the ids of an encoded prompt, with one placeholder for each item of `media`.
+
+    A document has one placeholder for each page.
 
     Raises:
         InputError: The ids have no single axis, or an item is invalid.

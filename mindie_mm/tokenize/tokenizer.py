@@ -21,10 +21,11 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Processor
 from mindie_mm.processes.alone import run_alone
 from mindie_mm.processes.loop_thread import LoopThread
-from mindie_mm.settings.config import ContentFormat, MediaCaps, Switch
+from mindie_mm.settings.config import ContentFormat, MediaCaps, Switch, WorkerConfig
 from mindie_mm.settings.limits import PromptLimits, converted
 from mindie_mm.settings.paths import absolute
 from mindie_mm.shm import PATH_FILE_NAME, Arena
+from mindie_mm.shm.owner.arena import DEFAULT_TIMEOUT_S
 from mindie_mm.tokenize.mindie_stores import mindie_store
 from mindie_mm.tokenize.prompt import PlannedPrompt, Prompt, PromptOptions
 from mindie_mm.tokenize.prompts import Prompts
@@ -117,7 +118,8 @@ class Tokenizer:
         elif isinstance(wire, Store):
             store = wire
         else:
-            store = ArenaStore(arena)
+            # Threads that share decoders may wait as long as the requests of a service.
+            store = ArenaStore(arena, wait_s=WorkerConfig().arena_wait_s if decoders else DEFAULT_TIMEOUT_S)
             max_item_bytes = store.capacity_bytes
         setup = Setup(
             model=str(checkpoint.path),

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from mindie_mm.errors import InputError, LimitExceeded
+from mindie_mm.errors import InputError, LimitExceeded, RequestAborted
 from service.http.errors import error_body
 from service.http.host import set_host
 from service.http.json_response import JSONResponse
@@ -141,6 +141,8 @@ class Connection(HttpToolsProtocol):
             )
 
     def on_message_begin(self) -> None:
+        if self.transport.is_closing():
+            raise RequestAborted("the connection ends before this request")
         if len(self.pipeline) >= MAX_PIPELINED:
             raise LimitExceeded(
                 f"more pipelined requests than the limit of {MAX_PIPELINED} are waiting for an earlier response"
@@ -173,12 +175,13 @@ class Connection(HttpToolsProtocol):
         if version == "1.0" and any(name == b"transfer-encoding" for name, _ in self.headers):
             # A proxy may read such a body in another way (RFC 9112, 6.1).
             self._raise(400, "the request has the header Transfer-Encoding, which HTTP/1.0 does not have")
+        # Python converts at most 4,300 digits, and the parser accepts any number of zeros in front.
+        lengths = (int(value.lstrip(b"0") or b"0") for name, value in self.headers if name == b"content-length")
+        self._num_announced_bytes = next(lengths, 0)
         self._head_is_here()
         self._lines = None
         self._in_body = True
         self._num_body_bytes = self._num_chunks = 0
-        lengths = (int(value) for name, value in self.headers if name == b"content-length")
-        self._num_announced_bytes = next(lengths, 0)
         super().on_headers_complete()
         self._linger_after_early_response(self.cycle)
         if self.scope["http_version"] != "1.1":
@@ -213,6 +216,8 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
+        if self._closes_after_body and not self._in_body:  # the body ended while the last piece waited to be sent
+            self.transport.close()
         super().on_response_complete()
         if self.transport.is_closing():
             return
@@ -294,6 +299,9 @@ class Connection(HttpToolsProtocol):
 
         No response is sent if the client would mistake it for the response to another request, or for part of one.
         """
+        if self.transport.is_closing():
+            self._refused = True
+            return
         _log.info("a request was refused with status %d: %s", status, message)  # it gets no line in the access log
         self._refused = True
         self._num_dropped_bytes = 0

@@ -15,7 +15,7 @@ from fastapi import FastAPI, Request
 from pydantic import BaseModel, TypeAdapter
 from starlette.responses import Response
 
-from service.http.access import OPEN_PATHS, RELOAD
+from service.http.access import ADMIN_PATHS, OPEN_PATHS
 from service.http.errors import ErrorBody
 from service.http.json_response import JSONResponse
 
@@ -98,7 +98,7 @@ def _description(app: FastAPI, events: Sequence[type], *, keys: bool) -> dict[st
     for path, operations in described["paths"].items():
         for operation in operations.values():
             operation["responses"].pop("422", None)
-            if keys and path not in {*OPEN_PATHS, RELOAD}:
+            if keys and path not in OPEN_PATHS | ADMIN_PATHS:
                 operation["security"] = [{"key": []}]
     components = described["components"]
     for name in ("HTTPValidationError", "ValidationError"):

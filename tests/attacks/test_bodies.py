@@ -32,7 +32,6 @@ def names() -> dict[str, int]:
     ],
 )
 @pytest.mark.parametrize("values", ["1,", "[1],", "{},"])
-@pytest.mark.sampled(8)
 def test_too_many_json_values_are_413(attacked: Attacked, path: str, values: str) -> None:
     body = '{"prompt": [' + values * MOST + "1]}"
     answer, used_s, _ = attacked.watched.during(lambda: attacked.http.post(path, content=body))
@@ -85,7 +84,6 @@ def test_too_many_json_values_are_413(attacked: Attacked, path: str, values: str
         ("/detokenize", lambda: {"tokens": ["a"] * MANY}),
     ],
 )
-@pytest.mark.sampled(10)
 def test_thousands_of_mistakes_are_refused_at_the_first(attacked: Attacked, path: str, make: Make) -> None:
     attacked.refused(make(), path=path)
 

@@ -17,7 +17,6 @@ def named(cases: dict[str, Make]) -> pytest.MarkDecorator:
 
 
 @named(clips.NAMING)
-@pytest.mark.sampled(8)
 def test_files_that_name_other_files_are_refused(attacked: Attacked, make: Make) -> None:
     message = attacked.refused(with_bytes("video", make()))
     assert NO_VIDEO in message or "has no video stream" in message
@@ -26,7 +25,6 @@ def test_files_that_name_other_files_are_refused(attacked: Attacked, make: Make)
 
 
 @named(clips.VIDEO_BOMBS)
-@pytest.mark.sampled(8)
 def test_video_bombs_are_refused(attacked: Attacked, make: Make) -> None:
     attacked.refused(with_bytes("video", make()), "media item 0 (video): the ")
 

@@ -182,7 +182,6 @@ LARGE: dict[str, tuple[Opened, Make, str]] = {
 
 
 @pytest.mark.parametrize(("opened", "make", "message"), LARGE.values(), ids=LARGE)
-@pytest.mark.sampled(5)
 def test_a_large_file_is_refused_within_limits_of_time_and_memory(opened: Opened, make: Make, message: str) -> None:
     data = make()
 

@@ -47,7 +47,6 @@ def plain(tracks: bytes = VIDEO) -> bytes:
         element("ec", compressed(), size=UNKNOWN),
     ],
 )
-@pytest.mark.sampled(6)
 def test_other_tracks_are_not_unpacked(encodings: bytes, kind: int) -> None:
     block = clips.unpacking()
     other = matroska_track(2, b"S_TEXT/UTF8", encodings, kind=kind)

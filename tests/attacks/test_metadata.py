@@ -195,7 +195,6 @@ FLOODS: dict[str, tuple[Make, str]] = {
 
 
 @pytest.mark.parametrize(("make", "message"), FLOODS.values(), ids=FLOODS.keys())
-@pytest.mark.sampled(7)
 def test_floods_of_metadata_are_refused_within_limits_of_time_and_memory(make: Make, message: str) -> None:
     data = make()
 

@@ -18,7 +18,6 @@ def named(cases: dict[str, Make]) -> pytest.MarkDecorator:
 
 
 @named(pictures.BOMBS)
-@pytest.mark.sampled(8)
 def test_bombs_are_refused_by_their_header(attacked: Attacked, make: Make) -> None:
     message = attacked.refused(with_bytes("image", make()), "media item 0 (image): the ")
     assert "pixels" in message
@@ -40,20 +39,17 @@ def test_too_many_pixels_of_a_request_are_refused(attacked: Attacked) -> None:
 
 
 @pytest.mark.parametrize(("make", "message"), pictures.OF_FORMATS.values(), ids=pictures.OF_FORMATS.keys())
-@pytest.mark.sampled(6)
 def test_files_above_the_limits_of_their_format_are_refused(attacked: Attacked, make: Make, message: str) -> None:
     assert "media item 0 (image)" in attacked.refused(with_bytes("image", make()), message)
 
 
 @named(pictures.SCANS)
-@pytest.mark.sampled(4)
 def test_too_many_scans_are_refused_before_decoding(attacked: Attacked, make: Make) -> None:
     message = attacked.refused(with_bytes("image", make()), "media item 0 (image): the JPEG of ")
     assert re.search(r"has \d+ scans; the limit is \d+$", message)
 
 
 @named(pictures.PARTS)
-@pytest.mark.sampled(6)
 def test_too_many_parts_are_refused_before_decoding(attacked: Attacked, make: Make) -> None:
     attacked.refused(with_bytes("image", make()), "the limit is 100000")
 
@@ -64,19 +60,16 @@ def test_metadata_are_decompressed_up_to_a_limit(attacked: Attacked, make: Make)
 
 
 @named(pictures.BROKEN)
-@pytest.mark.sampled(10)
 def test_broken_pictures_are_refused(attacked: Attacked, make: Make) -> None:
     attacked.refused(with_bytes("image", make()), "media item 0 (image): the ")
 
 
 @named(pictures.OTHER_FORMATS)
-@pytest.mark.sampled(8)
 def test_other_formats_are_refused(attacked: Attacked, make: Make) -> None:
     attacked.refused(with_bytes("image", make()), "bytes cannot be read as an image")
 
 
 @named(pictures.HARMLESS | pictures.PACKED)
-@pytest.mark.sampled(7)
 def test_harmless_pictures_are_answered(attacked: Attacked, make: Make) -> None:
     answer, _, further = attacked.watched.during(lambda: attacked.http.post(CHAT, json=with_bytes("image", make())))
     assert answer.status_code == 200, answer.text

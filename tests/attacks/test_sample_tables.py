@@ -49,7 +49,6 @@ def test_stated_samples_are_refused_whatever_box_holds_the_table(kind: bytes) ->
 
 
 @pytest.mark.parametrize("kind", [*NESTING, *OTHER])
-@pytest.mark.sampled(40)
 def test_stated_samples_are_refused_whatever_box_holds_the_index(kind: bytes) -> None:
     """If a video opened, FFmpeg might have found its index in a box that the check does not search."""
     data = stating()

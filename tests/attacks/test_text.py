@@ -77,7 +77,6 @@ def num_special(attacked: Attacked, body: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize("text", SPELLED)
 @pytest.mark.parametrize("role", ROLES)
-@pytest.mark.sampled(38)
 def test_special_tokens_stay_text(attacked: Attacked, text: str, role: str) -> None:
     def chat(words: str) -> list[dict[str, Any]]:
         before = [{"role": "user", "content": "Hello."}] if role in ("assistant", "tool") else []

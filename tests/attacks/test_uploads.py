@@ -92,7 +92,6 @@ def refused(
     ],
     ids=lambda value: None if isinstance(value, bytes) else value,
 )
-@pytest.mark.sampled(10)
 def test_a_bad_form_is_refused(attacked: Attacked, path: str, body: bytes, status: int, words: str) -> None:
     refused(attacked, path, body, status, words)
 

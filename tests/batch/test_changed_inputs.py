@@ -103,7 +103,6 @@ def named_shards(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet", "tar"])
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.sampled(5)
 def test_a_file_that_changes_leaves_its_shard_unfinished(
     change: Callable[[Path], None], form: str, tmp_path: Path
 ) -> None:
@@ -129,7 +128,6 @@ def test_a_file_that_changes_leaves_its_shard_unfinished(
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet", "tar"])
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.sampled(5)
 def test_a_file_that_changes_before_the_manifest_leaves_the_run_unfinished(
     change: Callable[[Path], None], form: str, tmp_path: Path
 ) -> None:

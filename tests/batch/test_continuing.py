@@ -52,7 +52,6 @@ def make_unfinished_run(given: Settings, folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "pictures"])
 @pytest.mark.parametrize("how", ["relative", "./", "..", "slash", "link", "linked folder", "moved"])
-@pytest.mark.sampled(5)
 def test_an_input_under_another_path_continues_the_run(
     how: str, name: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

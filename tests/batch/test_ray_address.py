@@ -123,7 +123,6 @@ def processes(
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in COMMON else pytest.mark.slow) for name in CASES]
 )
-@pytest.mark.sampled(1)
 def test_an_address_without_a_cluster_ends_the_run_with_the_reason(
     name: str, processes: Mapping[str, subprocess.Popen[str]], places: Mapping[str, str]
 ) -> None:

@@ -45,7 +45,6 @@ def test_a_grpc_server_is_accepted():
 
 
 @pytest.mark.parametrize("name", GREETINGS)
-@pytest.mark.sampled(1)
 def test_a_server_that_does_not_greet_as_grpc_is_refused_with_the_reason(name):
     greeting, reason = GREETINGS[name]
     with answering(greeting) as port, pytest.raises(ConnectionError) as error:

@@ -147,7 +147,6 @@ def test_a_shard_has_only_one_writer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("point", POINTS)
-@pytest.mark.sampled(4)
 def test_a_run_killed_at_any_point_resumes_to_the_same_bytes(
     point: str, few: Path, whole: Path, tmp_path: Path
 ) -> None:

@@ -285,7 +285,6 @@ def runs(process):
 
 
 @pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
-@pytest.mark.sampled(1)
 def test_a_signal_to_the_process_group_ends_a_starting_worker(sent, status, tmp_path):
     rows = written(tmp_path / "rows.jsonl", [{"text": "a"}])
     command = [CLI, "tokenize", rows, "--output", tmp_path / "run", "--workers", "1"]

@@ -88,7 +88,6 @@ def _quantised_for_mindie(folder):
         (_quantised_for_mindie, "quantize is 'w8a8'"),
     ],
 )
-@pytest.mark.sampled(2)
 def test_a_checkpoint_that_cannot_be_served_is_an_error(tmp_path, spoil, message):
     folder, file = tmp_path / "checkpoint", tmp_path / "settings.toml"
     shutil.copytree(Checkpoint.open().path, folder)
@@ -132,7 +131,6 @@ def _quantised_by(method):
     ids=["int8", "fp8", "int32", "gptq", "unknown"],
 )
 @pytest.mark.parametrize("own_layers", [False, True])
-@pytest.mark.sampled(4)
 def test_unsupported_weights_are_refused_with_the_message_of_the_loader(own_layers, spoil, random_checkpoint, tmp_path):
     folder = tmp_path / "checkpoint"
     if own_layers:

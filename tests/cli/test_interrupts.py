@@ -45,7 +45,6 @@ def interrupted(arguments: tuple[str, ...], module: str, number: int, folder: Pa
 @pytest.mark.parametrize(
     ("arguments", "module"), CASES, ids=lambda given: given if isinstance(given, str) else given[0]
 )
-@pytest.mark.sampled(3)
 def test_a_command_can_be_interrupted_while_it_imports(arguments: tuple[str, ...], module: str, tmp_path: Path) -> None:
     assert interrupted(arguments, module, signal.SIGINT, tmp_path) == (130, "Interrupted\n")
     assert not list(tmp_path.iterdir())

@@ -177,7 +177,6 @@ def test_every_family_is_judged_by_its_config_alone(name, judged):
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-@pytest.mark.sampled(12)
 def test_a_published_config_is_judged_as_together_with_its_other_files(name, judged):
     """The second judgement is made in this process, which has torch."""
     whole = {one.subject: one for one in judge(FOLDER / name, None, (1024, 768))}

@@ -57,7 +57,6 @@ def test_the_tests_force_every_choice() -> None:
 
 
 @pytest.mark.parametrize("kernels", yes_and_no("onednn", "fused"))
-@pytest.mark.sampled(2)
 def test_logits_in_float32_do_not_depend_on_the_choices(
     checkpoint: Path, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,7 +68,6 @@ def test_logits_in_float32_do_not_depend_on_the_choices(
 
 
 @pytest.mark.parametrize("kernels", yes_and_no("onednn", "fused", "blocks"))
-@pytest.mark.sampled(3)
 def test_logits_in_bfloat16_do_not_depend_on_the_choices(
     checkpoint: Path, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,7 +81,6 @@ def test_logits_in_bfloat16_do_not_depend_on_the_choices(
 
 @pytest.mark.parametrize("kernels", yes_and_no("onednn", "fused"))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.sampled(3)
 def test_logits_in_int8_do_not_depend_on_the_choices(
     checkpoint: Path, kernels: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -187,7 +187,6 @@ ALL = [*range(len(LENGTHS))]
 
 @pytest.mark.parametrize("weights", ["auto", "int8", "groups of 32", "4 bits"])
 @pytest.mark.parametrize("case", KINDS)
-@pytest.mark.sampled(24)
 def test_a_compiled_step_equals_torch(case: str, weights: str, instructions: str) -> None:
     name, settings = KINDS[case]
     settings = {**settings, **(WIDE if "4 bits" in weights else {})}
@@ -219,7 +218,6 @@ def test_blocks_may_have_any_size(block_size: int, instructions: str) -> None:
 
 @pytest.mark.parametrize("weights", ["auto", *QUANTIZED])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.sampled(12)
 def test_a_row_does_not_depend_on_its_neighbors(dtype: torch.dtype, weights: str, instructions: str) -> None:
     steps = Steps(text_model("Qwen3", dtype, **WIDE), weights=weights)
     step = steps.step()

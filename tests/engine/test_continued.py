@@ -77,7 +77,6 @@ def numbers(steps: list[Progress]) -> list[float]:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.sampled(4)
 def test_a_continued_output_equals_an_undisturbed_output(engine: Engine, case: str) -> None:
     params = msgspec.structs.replace(DRAWN, **CASES[case])
     steps = run(engine, PROMPT, params)

@@ -88,7 +88,6 @@ def vector(progress: Progress) -> torch.Tensor:
     [{}, {"max_num_batched_tokens": 7, "max_tower_tokens": 8}],
     ids=["one step", "small chunks"],
 )
-@pytest.mark.sampled(5)
 def test_pooled_states_equal_those_of_transformers(mode, settings, model, states, prompts):
     engine = Engine(model, EngineConfig(**settings))
     found = pooled(engine, list(prompts.values()), mode)

@@ -110,7 +110,6 @@ def test_several_tokens_may_arrive_together() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.sampled(3)
 def test_tokens_are_the_same_as_without_guesses(model: Any, grammars: Grammars, case: str) -> None:
     params = msgspec.structs.replace(DRAWN, **CASES[case])
     plain, guessing = engines(model, grammars, kv_block_size=4)
@@ -140,7 +139,6 @@ def test_tokens_are_the_same_as_without_guesses(model: Any, grammars: Grammars, 
     ],
     ids=["joins", "chunks", "preemption"],
 )
-@pytest.mark.sampled(2)
 def test_requests_join_and_leave_beside_guesses(
     model: Any,
     grammars: Grammars,

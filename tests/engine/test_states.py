@@ -96,7 +96,6 @@ def ask(engine, ids):
     ],
     ids=str,
 )
-@pytest.mark.sampled(5)
 def test_tokens_do_not_depend_on_the_batch_or_on_the_number_of_slots(
     settings, is_asynchronous, model, expected, monkeypatch
 ):

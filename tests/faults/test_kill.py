@@ -67,7 +67,6 @@ def rig(tmp_path_factory: pytest.TempPathFactory, device: str) -> Iterator[Rig]:
     ],
     ids=str,
 )
-@pytest.mark.sampled(2)
 def test_the_service_recovers_from_a_kill_at_each_point(rig: Rig, point: Point) -> None:
     found = run(rig, point)
     assert found.troubles == [], found

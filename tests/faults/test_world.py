@@ -146,7 +146,6 @@ def damage_its_header(arena: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [unlink, cut_to_nothing, cut_by_a_page, cut_by_a_byte, damage_its_header])
-@pytest.mark.sampled(2)
 def test_a_service_answers_again_after_its_arena_is_lost(
     pair: tuple[RunningService, RunningService], harm: Callable[[Path], None]
 ) -> None:

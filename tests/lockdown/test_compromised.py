@@ -132,7 +132,6 @@ found = None if place == 2**64 - 1 else place
 
 
 @pytest.mark.parametrize("source", ALLOCATING.values(), ids=ALLOCATING)
-@pytest.mark.sampled(2)
 def test_no_memory_beyond_the_limit_can_be_allocated(client: Client, source: str) -> None:
     assert client.said(MAPPING + source) == "None"
     client.is_right()
@@ -285,7 +284,6 @@ def attack():
 
 
 @pytest.mark.parametrize("forgery", FORGED.values(), ids=FORGED)
-@pytest.mark.sampled(15)
 def test_a_forged_plan_fails_its_own_request_with_an_error_of_ours(client: Client, forgery: str) -> None:
     start = client.service.log.stat().st_size
     answer = client.ask(running(PNG, f"{FORGING}{forgery}\n    return raw(msgspec.msgpack.encode(fields))"))

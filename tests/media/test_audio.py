@@ -80,7 +80,6 @@ def test_speech_is_equal_to_the_reference():
         if kind == LOSSLESS[0] or i == j  # how samples are stored affects neither resampling nor mixing
     ],
 )
-@pytest.mark.sampled(25)
 def test_lossless_files_are_equal_to_the_reference(file_format, subtype, rate, channels):
     data = encode_sound(tone(0.7, rate, channels=channels), rate, file_format, subtype)
     found = decode(data)
@@ -121,7 +120,6 @@ def test_speech_has_the_limits_of_other_sound():
 
 @pytest.mark.parametrize("channels", [7, 8, 9, 32])
 @pytest.mark.parametrize(("subtype", "tolerance"), [("VORBIS", 1e-6), ("OPUS", 0.005)])
-@pytest.mark.sampled(3)
 def test_many_planar_channels_are_near_the_reference(subtype, tolerance, channels):
     check_near_the_reference(tone(1.3, 48_000, 200, channels), 48_000, "OGG", subtype, tolerance)
 
@@ -166,7 +164,6 @@ def check_near_the_reference(samples: np.ndarray, rate: int, file_format: str, s
         ("au", "pcm_mulaw"),
     ],
 )
-@pytest.mark.sampled(6)
 def test_formats_that_libsndfile_cannot_read_are_decoded(container, codec):
     samples = tone(1.5, 48_000)
     found = decode(encode_with_ffmpeg(samples, 48_000, container, codec))

@@ -57,7 +57,6 @@ def num_sought(data: bytes, indices: list[int] = INDICES) -> int:
 
 @pytest.mark.parametrize(("container", "num_threads"), [("mp4", 1), ("matroska", 4)])
 @pytest.mark.parametrize("kind", CODECS)
-@pytest.mark.sampled(6)
 def test_sought_frames_equal_those_of_a_whole_decode(kind, container, num_threads):
     if (kind, container) == ("vp8", "mp4"):
         pytest.skip("MP4 cannot contain VP8")
@@ -80,7 +79,6 @@ def test_sought_frames_equal_those_of_a_whole_decode(kind, container, num_thread
     ],
     ids=["edited", "before zero", "fragmented", "without an index"],
 )
-@pytest.mark.sampled(4)
 def test_sought_frames_of_cut_and_streamed_files_equal_a_whole_decode(kind, change):
     indices = [1, 30, 47]
     assert num_sought(change(clip(kind)), indices) == len(indices)

@@ -82,7 +82,6 @@ def good() -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", good())
-@pytest.mark.sampled(6)
 def test_valid_files_of_many_parts_decode_as_in_load_image(name):
     data = good()[name]
     assert np.array_equal(open_image(data).decode(), load_image(data))
@@ -148,7 +147,6 @@ def test_every_scan_counts_after_a_marker_that_libjpeg_rejects(odd):
 
 
 @pytest.mark.parametrize("name", [*pictures.SCANS, *pictures.PARTS])
-@pytest.mark.sampled(9)
 def test_too_many_scans_or_parts_are_refused_before_decoding(name):
     """tests/attacks also checks the time and the memory that the refusal takes."""
     data = (pictures.SCANS | pictures.PARTS)[name]()
@@ -187,7 +185,6 @@ def test_the_head_of_a_jpeg_ends_at_its_first_scan():
 
 
 @pytest.mark.parametrize("at", range(4, 60))
-@pytest.mark.sampled(14)
 def test_truncated_files_of_every_format_pass_the_count(at):
     """The count accepts truncated files, because the decoder refuses broken files."""
     for file_format in ("JPEG", "PNG", "GIF", "TIFF", "WEBP", "BMP"):

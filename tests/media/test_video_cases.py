@@ -208,7 +208,6 @@ CUT = {
 
 @pytest.mark.parametrize("container", ["matroska", "mp4", "mpegts"])
 @pytest.mark.parametrize("codec", CUT)
-@pytest.mark.sampled(5)
 def test_pictures_whose_references_were_cut_off_are_not_counted(codec, container):
     if codec in ("vp8", "vp9") and container != "matroska":
         pytest.skip("the container does not support the codec")
@@ -260,7 +259,6 @@ DAMAGES = {
         ("mov", "mjpeg", {"movflags": "faststart"}),
     ],
 )
-@pytest.mark.sampled(10)
 def test_a_damaged_tail_gives_one_result_for_all_samplings(container, codec, options, damage):
     """Every sampling gives the same number of frames and can decode its frames, or every sampling is refused."""
     data = encode_video(moving_frames(20), 25, container, codec, QUIET if codec == "libx265" else {})

@@ -1158,7 +1158,6 @@ class FamilyContract:
                 with under(most), pytest.raises(LimitExceeded, match=r"the request's .* the limit is "):
                     processor.plan(Media(kind, data), data, {kind: 1})
 
-    @pytest.mark.sampled(1)
     @pytest.mark.parametrize("rate", [0.5, 3.0, 24.0])
     def test_given_frames_are_all_used_at_their_rate(self, rate, reference, model, tokenizer, path_file):
         """All frames are used, whether they are given as an array or as a list of pictures."""

@@ -142,7 +142,6 @@ def plain_copy(source, folder, weights):
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.sampled(3)
 def test_logits_equal_those_of_the_plain_numbers(case, odd_checkpoint, tmp_path, caplog):
     shutil.copytree(odd_checkpoint, tmp_path / "packed")
     # Published checkpoints store unquantized weights and the scales of FP8 weights in bfloat16.

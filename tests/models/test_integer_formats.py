@@ -122,7 +122,6 @@ def test_each_format_computes_with_the_published_numbers(name, random_checkpoint
 
 
 @pytest.mark.parametrize("name", COMPILED)
-@pytest.mark.sampled(6)
 def test_weights_run_in_compiled_decode_steps(name, random_checkpoint, tmp_path, caplog, monkeypatch):
     if decode_step._load(decode_step._best()) is None:
         pytest.skip("the package was installed without a C compiler")
@@ -150,7 +149,6 @@ def test_the_log_says_why_other_weights_run_in_torch(name, reason, random_checkp
 
 @pytest.mark.parametrize("name", ["W8A8 dynamic", "W4A16 zeros", "GPTQ", "AWQ"])
 @pytest.mark.parametrize("family", OWN_LAYERS)
-@pytest.mark.sampled(4)
 def test_families_with_layers_of_their_own_are_served(family, name, tmp_path):
     golden, pattern = OWN_LAYERS[family]
     (source := tmp_path / "source").mkdir()

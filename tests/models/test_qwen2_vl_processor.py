@@ -69,7 +69,6 @@ SIZES = [(640, 480), (720, 1420), (28, 28), (56, 84), (57, 83), (1, 1), (30, 900
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.sampled(4)
 def test_images_of_many_sizes_equal_the_references(processor, size):
     image = photograph("coffee.png", size)
     assert_image_equal(processor, encoded(image, "PNG"), image)

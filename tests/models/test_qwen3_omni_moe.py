@@ -220,7 +220,6 @@ class TestQwen3Films(FilmsContract):
 
     @pytest.mark.parametrize("fps", [0.7, 3.0, 4.0])
     @pytest.mark.parametrize("name", FILMS)
-    @pytest.mark.sampled(5)
     def test_fractions_of_positions_are_rounded_down(self, name, fps, reference, model, tokenizer, path_file):
         inputs = self.inputs(reference, name, fps)
         ids = tokenizer.tokenize(self.prompt(name, fps), path_file).numpy()

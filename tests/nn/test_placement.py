@@ -29,7 +29,6 @@ def ids(random_checkpoint, tmp_path):
 
 @pytest.mark.parametrize("vision", [None, 16, 32])
 @pytest.mark.parametrize("projector", [None, 16, 32])
-@pytest.mark.sampled(3)
 def test_parts_can_have_their_own_precision(random_checkpoint, ids, vision, projector):
     plain = load_model(random_checkpoint, device="cpu", dtype="float32")
     moved = load_model(

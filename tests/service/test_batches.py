@@ -203,7 +203,6 @@ def test_other_endpoints_are_answered(clients: list[openai.OpenAI], url: str, bo
         ([line("a", {"prompt": "x" * 2**23})], "line_too_long", 1),
     ],
 )
-@pytest.mark.sampled(5)
 def test_an_invalid_input_fails_the_batch(
     clients: list[openai.OpenAI], content: Any, code: str, where: int | None
 ) -> None:

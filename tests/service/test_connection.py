@@ -26,13 +26,20 @@ CHUNKED = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
 WHOLE = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n"
 
 
+HANDLED: list[str] = []
+"""Paths of the requests that the app has received."""
+
+
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
     """Answer with the request's body, unless the path is one of the following.
 
     /early answers `no` before the body arrives. /late answers `TIMEOUT_S` seconds after the body has arrived. /lines
     answers with the names of the headers, and /host with the values of the Host headers. /stream sends the body twice,
-    without a Content-Length. /left sends nothing and waits until the client disconnects.
+    without a Content-Length. /left sends nothing and waits until the client disconnects. /fail raises an error.
     """
+    HANDLED.append(scope["path"])
+    if scope["path"] == "/fail":
+        raise RuntimeError("the app fails")
     content = b"no" if scope["path"] == "/early" else await Request(scope, receive).body()
     if scope["path"] == "/late":
         await asyncio.sleep(TIMEOUT_S)
@@ -209,6 +216,28 @@ async def test_a_body_after_its_answer_is_read_before_the_connection_ends(
     assert answer.startswith(b"HTTP/1.1 200")
     assert answer.endswith(b"\r\n\r\nno")
     writer.close()
+
+
+async def test_no_request_is_handled_after_a_response_has_ended_the_connection(address: tuple[str, int]) -> None:
+    reader, writer = await asyncio.open_connection(*address)
+    async with asyncio.timeout(WAIT_S):
+        writer.write(WHOLE.replace(b"POST /", b"POST /fail"))
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 500")
+        assert b"connection: close" in head
+        HANDLED.clear()
+        writer.write(b"hi" + WHOLE.replace(b"POST /", b"POST /second") + b"hi")
+        assert await reader.read() == b"Internal Server Error"
+    assert HANDLED == []
+    writer.close()
+
+
+async def test_a_content_length_may_begin_with_many_zeros(address: tuple[str, int]) -> None:
+    answer = await answers_to(
+        address, WHOLE.replace(b"Length: 2", b"Length: " + b"0" * 5000 + b"2\r\nConnection: close") + b"hi"
+    )
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert answer.endswith(b"\r\n\r\nhi")
 
 
 async def test_too_many_small_chunks_end_the_connection_or_are_refused(address: tuple[str, int]) -> None:

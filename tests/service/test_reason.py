@@ -204,7 +204,6 @@ def _places(secret: str) -> list[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("secret", SHORT.values(), ids=SHORT)
-@pytest.mark.sampled(3)
 def test_no_short_secret_reaches_the_log(service: RunningService, http: Any, secret: str) -> None:
     """The request bodies have the secret both in UTF-8 and as escapes of JSON."""
     size = service.log.stat().st_size

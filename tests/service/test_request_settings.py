@@ -50,6 +50,7 @@ ELSEWHERE = {
     "logprobs": "in each body in its own way",
     "bad_token_ids": "the tokens of bad_words",
     "json_schema": "as structured_outputs",
+    "lora": "by the name of the model (test_loras.py)",
     "pooling": "for embeddings",
     "structured_outputs": "in many forms (test_structured_forms.py)",
 }

@@ -253,7 +253,6 @@ def regex_is_served(http: Any, answers: dict[str, str]) -> Any:
 
 @pytest.mark.usefixtures("regex_is_served")
 @pytest.mark.parametrize("name", ABUSE)
-@pytest.mark.sampled(6)
 def test_abuse_is_refused_soon(http: Any, service: RunningService, name: str) -> None:
     before = processor_s(service.process.pid)
     answers = [http.post(CHAT, json=asked(CHAT, ABUSE[name], n=64, stream=stream)) for stream in (False, True)]

@@ -113,7 +113,6 @@ class Kept:
         pytest.param("leave", True, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.sampled(2)
 def test_an_interrupt_at_any_line_leaks_nothing(path_file: Path, how: str, in_pieces: bool) -> None:
     """After an interrupt, the arena is unchanged or marked as lost.
 

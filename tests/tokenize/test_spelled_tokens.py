@@ -125,7 +125,6 @@ def check(folder: Path) -> None:
 
 @pytest.mark.parametrize("flags", FLAGS)
 @pytest.mark.parametrize("change", METASPACE)
-@pytest.mark.sampled(22)
 def test_a_spelling_changes_no_other_ids(tmp_path: Path, change: str, flags: str) -> None:
     check(written(tmp_path / "case", METASPACE[change], FLAGS[flags]))
 

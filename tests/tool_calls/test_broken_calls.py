@@ -53,7 +53,6 @@ def test_all_formats_are_tested() -> None:
 
 
 @pytest.mark.parametrize(("name", "text", "tools"), texts(), ids=[name for name, _, _ in texts()])
-@pytest.mark.sampled(24)
 def test_arguments_that_are_cut_off_are_a_prefix(name: str, text: str, tools: tuple[Tool, ...]) -> None:
     whole = answer_of(parser_named(name)(tools), [text], whole=True)
     assert whole.calls
@@ -66,7 +65,6 @@ def test_arguments_that_are_cut_off_are_a_prefix(name: str, text: str, tools: tu
 
 
 @pytest.mark.parametrize(("name", "text", "tools"), texts(), ids=[name for name, _, _ in texts()])
-@pytest.mark.sampled(24)
 def test_calls_are_complete_or_text_wherever_the_model_ends_its_answer(
     name: str, text: str, tools: tuple[Tool, ...]
 ) -> None:
