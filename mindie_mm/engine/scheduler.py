@@ -250,13 +250,17 @@ class Scheduler(BaseScheduler):
         return adapter in used or len(used) < self._config.max_loras
 
     def _yield_to_more_urgent(self) -> None:
-        """Preempt less urgent requests until the most urgent waiting request has a place, and blocks to begin."""
+        """Preempt less urgent requests until the most urgent waiting request has a place, and blocks to begin.
+
+        Do nothing if its LoRA adapter has no place on the device, because it could not begin in the room of others.
+        """
         while self.waiting and self.running:
             first = self.waiting[0]
             last = max(self.running, key=_turn)
             begins = min(first.num_tokens, self._config.max_num_batched_tokens)
             has_room = len(self.running) < self._config.max_num_seqs and self._blocks.can_grow(first, begins)
-            if has_room or last.params.priority <= first.params.priority:
+            lacks_place = first.adapter is not None and not self._has_place(first.adapter)
+            if has_room or lacks_place or last.params.priority <= first.params.priority:
                 return
             self.running.remove(last)
             self._preempt(last)
