@@ -23,13 +23,13 @@ from mindie_mm.engine.requests.engine_messages import (
     Add,
     Encode,
     FinishReason,
+    KeepLoras,
     LoadLora,
     Origin,
     Progress,
     Ready,
     Stats,
     Stepped,
-    UnloadLora,
 )
 from mindie_mm.engine.requests.request import Request
 from mindie_mm.engine.requests.sampling_params import SamplingParams
@@ -167,20 +167,21 @@ class BaseEngine(ABC):
 
         def read() -> str:
             loras = self._loras()
-            adapter = loras.read(Path(message.folder))
+            adapter = loras.read(Path(message.folder), message.key)
             loras.require_fitting(adapter)
             loras.known.setdefault(adapter.key, adapter)
             return adapter.key
 
         key = self._try_on_all(message.request_id, read)
         if isinstance(key, MindieMMError):
+            _log.warning("the LoRA adapter in %s was not loaded: %s", message.folder, key)
             return _failure(message.request_id, key)
         return Progress(request_id=message.request_id, lora_key=key, finish_reason="stop")
 
-    def unload_lora(self, message: UnloadLora) -> None:
-        """Forget a LoRA adapter. Do nothing if it is not known. The client waits until no request uses it."""
+    def keep_loras(self, message: KeepLoras) -> None:
+        """Forget all other LoRA adapters. The client waits until no request uses them."""
         if self._media_model.loras is not None:
-            self._media_model.loras.forget(message.key)
+            self._media_model.loras.keep(message.keys)
 
     def _loras(self) -> Loras:
         if (loras := self._media_model.loras) is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from mindie_mm.engine.requests.engine_messages import (
     Add,
     Encode,
     Features,
+    KeepLoras,
     LoadLora,
     LoraFolder,
     Origin,
@@ -30,7 +31,6 @@ from mindie_mm.engine.requests.engine_messages import (
     Stats,
     Stepped,
     ToEngine,
-    UnloadLora,
 )
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import EngineReloaded, InputError, ProcessDied
@@ -198,19 +198,24 @@ class AsyncEngine(Supervised):
                 finished = progress.finish_reason is not None
                 yield progress.features
 
-    async def load_lora(self, folder: Path) -> str:
+    async def load_lora(self, folder: Path, key: str = "") -> str:
         """Load a LoRA adapter, also into later processes. Return its key.
+
+        Args:
+            folder: Folder of the adapter.
+            key: Key that the adapter must have, or an empty string.
 
         Raises:
             InputError: The adapter is not served (`read_adapter`).
             ProcessDied: The engine died meanwhile, or is closed. The adapter is not loaded.
             NoProcess: No engine accepts requests (`wait_until_up`).
+            OperationalError: The adapter has another key.
 
         """
         await self.wait_until_up()
         request_id = f"lora-{uuid.uuid4().hex}"
         with self._queue(request_id) as queue:
-            self._send(LoadLora(request_id, str(folder)))
+            self._send(LoadLora(request_id, str(folder), key))
             progress = await queue.get()
         if progress.error is not None:
             raise progress.error.exception()
@@ -223,12 +228,14 @@ class AsyncEngine(Supervised):
         others = tuple(other for other in self._start.loras or () if other.key != key)
         self._start = msgspec.structs.replace(self._start, loras=(*others, one))
 
-    def unload_lora(self, key: str) -> None:
-        """Forget a LoRA adapter, which no request uses."""
-        left = tuple(one for one in self._start.loras or () if one.key != key)
-        self._start = msgspec.structs.replace(self._start, loras=left)
-        if super().accepts:
-            self._send(UnloadLora(key))
+    def keep_loras(self, keys: Collection[str]) -> None:
+        """Forget the LoRA adapters that no request uses, which are all except `keys`."""
+        loras = self._start.loras or ()
+        left = tuple(one for one in loras if one.key in keys)
+        if len(left) < len(loras):
+            self._start = msgspec.structs.replace(self._start, loras=left)
+            if super().accepts:
+                self._send(KeepLoras([*keys]))
 
     @contextmanager
     def _queue(self, request_id: str) -> Iterator[asyncio.Queue[Progress]]:
@@ -315,6 +322,11 @@ class AsyncEngine(Supervised):
             step_bytes=self.info.step_bytes,
             loras=self._known_loras(),
         )
+        if (loras := self._start.loras) is not None:  # adapters may have been loaded and unloaded during the start
+            for one in loras:
+                if one.key not in self.info.lora_keys.values():
+                    self._send(LoadLora("", one.folder, one.key))
+            self._send(KeepLoras([one.key for one in loras]))
         self.doubts_checkpoint = False
 
     def _known_loras(self) -> tuple[LoraFolder, ...] | None:

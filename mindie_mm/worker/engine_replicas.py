@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, Self
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from mindie_mm.engine.requests.engine_messages import Features, Origin, Progress, Ready, Replica
 from mindie_mm.engine.requests.sampling_params import SamplingParams
-from mindie_mm.errors import MindieMMError, NoProcess, OperationalError, ProcessDied
+from mindie_mm.errors import MindieMMError, NoProcess, ProcessDied
 from mindie_mm.processes.restarts import RESTART_WAIT_S, Restarts
 from mindie_mm.processes.tasks import task_group
 from mindie_mm.routing import Candidate, HeldContent, order
@@ -225,36 +225,23 @@ class EngineReplicas:
                     yield part
 
     async def load_lora(self, folder: Path) -> str:
-        """Load a LoRA adapter into all engines. If one of them refuses it, none keeps it. Return its key.
+        """Load a LoRA adapter into all engines, and return its key. If one of them refuses it, others may keep it.
 
         An engine that is not running loads it at its next start. `AsyncEngine.load_lora` describes the errors.
         """
         first = next((engine for engine in self.engines if engine.accepts), self.engines[0])
         key = await first.load_lora(folder)
         for engine in self.engines:
-            if engine is first:
-                continue
-            if not engine.accepts:
-                engine.keep_lora(folder, key)
-                continue
-            try:
-                other = await engine.load_lora(folder)
-            except (ProcessDied, NoProcess):
-                engine.keep_lora(folder, key)
-                continue
-            except MindieMMError:
-                self.unload_lora(key)
-                raise
-            if other != key:
-                self.unload_lora(key)
-                self.unload_lora(other)
-                raise OperationalError(f"the files in {folder} have changed while engines read them; load it again")
+            with suppress(ProcessDied, NoProcess):
+                if engine is not first and engine.accepts:
+                    await engine.load_lora(folder, key)
+            engine.keep_lora(folder, key)
         return key
 
-    def unload_lora(self, key: str) -> None:
-        """Forget a LoRA adapter, which no request uses."""
+    def keep_loras(self, keys: Collection[str]) -> None:
+        """Forget the LoRA adapters that no request uses, which are all except `keys`."""
         for engine in self.engines:
-            engine.unload_lora(key)
+            engine.keep_loras(keys)
 
     async def reload(self, grace_s: float) -> None:
         """Replace the engine processes one by one. `AsyncEngine.reload` describes the rest.

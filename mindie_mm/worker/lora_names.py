@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +20,8 @@ class LoraEngine(Protocol):
     async def load_lora(self, folder: Path) -> str:
         """Load an adapter, and return its key."""
 
-    def unload_lora(self, key: str) -> None:
-        """Forget an adapter."""
+    def keep_loras(self, keys: Collection[str]) -> None:
+        """Forget all adapters except those with `keys`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +41,8 @@ class LoraNames:
         """Take the adapters that `engine` has loaded at its start, by name."""
         self._engine = engine
         self._by_name = dict(loaded)
-        self._keys = {one.key for one in loaded.values()}
-        """Keys that the engine has loaded."""
         self._uses: Counter[str] = Counter()
         """Number of requests by key."""
-        self._leaving: dict[str, Lora] = {}
-        """Adapters that were unloaded while requests use them, by name."""
         self._changing = asyncio.Lock()
 
     def __iter__(self) -> Iterator[Lora]:
@@ -76,32 +72,27 @@ class LoraNames:
 
         """
         lora_name(name)
-        async with self._changing:
-            if name in self._by_name and not replaces:
-                raise InputError(
-                    f"The lora adapter '{name}' has already been loaded; unload it first, or choose another name",
-                    param="lora_name",
-                )
-            key = await self._engine.load_lora(folder)
-            self._keys.add(key)
-            self._leave(name)
-            self._by_name[name] = Lora(name, folder, key)
-        self._forget_unused()
+        try:
+            async with self._changing:
+                if name in self._by_name and not replaces:
+                    raise InputError(
+                        f"The lora adapter '{name}' has already been loaded; unload it first, or choose another name",
+                        param="lora_name",
+                    )
+                self._by_name[name] = Lora(name, folder, await self._engine.load_lora(folder))
+        finally:
+            self._forget_unused()
 
     async def unload(self, name: str) -> None:
         """Remove an adapter. Its running requests finish. Raise ModelNotFound if there is none of this name."""
-        self.get(name)
         async with self._changing:
-            self._leave(name)
+            self.get(name)
+            del self._by_name[name]
         self._forget_unused()
 
     @contextmanager
-    def use(self, name: str | None, *, continues: bool = False) -> Iterator[str | None]:
+    def use(self, name: str | None) -> Iterator[str | None]:
         """Keep an adapter loaded inside the context. Yield its key, or None for no adapter.
-
-        Args:
-            name: Name of the adapter, or None.
-            continues: Whether the request already uses the adapter, which may have been unloaded since.
 
         Raises:
             ModelNotFound: There is no adapter of this name.
@@ -110,8 +101,7 @@ class LoraNames:
         if name is None:
             yield None
             return
-        leaving = self._leaving.get(name) if continues and name not in self._by_name else None
-        key = (leaving or self.get(name)).key
+        key = self.get(name).key
         self._uses[key] += 1
         try:
             yield key
@@ -119,17 +109,8 @@ class LoraNames:
             self._uses[key] -= 1
             self._forget_unused()
 
-    def _leave(self, name: str) -> None:
-        if (one := self._by_name.pop(name, None)) is not None and self._uses[one.key]:
-            self._leaving[name] = one
-
     def _forget_unused(self) -> None:
         """Let the engine forget the adapters that have no name and no requests."""
-        if self._changing.locked():  # an adapter that is being loaded may have the same key
-            return
-        self._leaving = {name: one for name, one in self._leaving.items() if self._uses[one.key]}
-        named = {one.key for one in self._by_name.values()}
-        for key in [key for key in self._keys if key not in named and not self._uses[key]]:
-            self._keys.remove(key)
-            del self._uses[key]
-            self._engine.unload_lora(key)
+        if not self._changing.locked():  # an adapter that is being loaded may have the same key
+            self._uses = +self._uses  # without zeros
+            self._engine.keep_loras({*self._uses, *(one.key for one in self)})

@@ -73,7 +73,7 @@ class NoEngine:
     async def load_lora(self, *_: Any) -> NoReturn:
         raise _refusal()
 
-    def unload_lora(self, *_: Any) -> NoReturn:
+    def keep_loras(self, *_: Any) -> NoReturn:
         raise _refusal()
 
     def generate(self, *_: Any) -> AsyncGenerator[Progress, None]:

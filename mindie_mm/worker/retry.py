@@ -84,6 +84,8 @@ class PromptSource:
 
         """
         self.deaths = deaths
+        self.lora: str | None = None
+        """Key of the LoRA adapter that computes the answers. Until the prompt ends, the adapter stays loaded."""
         self.prompt = prompt
         """Current prompt. Its blocks may have been freed."""
         self._num_holders = 0

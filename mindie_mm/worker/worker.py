@@ -172,14 +172,17 @@ class Worker:
         The request may be given as token ids with handle words. The caller then frees their media, and only after the
         answer is complete.
         """
-        with self.loras.use(params.lora):  # from here on, an adapter that is unloaded finishes the request
+        with self.loras.use(params.lora) as key:  # from here on, an adapter that is unloaded finishes the request
             await self.check_schema(params)
             if not isinstance(request, TokenizeRequest):
-                yield PromptSource(prompt_of_token_ids(request))
+                source = PromptSource(prompt_of_token_ids(request))
+                source.lora = key
+                yield source
                 return
             with request_directory(self._spool) as directory:
                 request = msgspec.structs.replace(self.limited(request, params), path_file=str(directory.path_file))
                 (source,) = await self.tokenize([request])
+                source.lora = key
                 yield source
 
     async def encode(self, request: TokenizeRequest, request_id: str) -> list[Embeddings]:
@@ -319,7 +322,7 @@ class Worker:
             )
         return clips
 
-    async def generate(
+    def generate(
         self,
         source: PromptSource,
         params: SamplingParams,
@@ -330,7 +333,7 @@ class Worker:
         written: Sequence[int] = (),
         discard: Callable[[], None] | None = None,
     ) -> AsyncGenerator[Delta, None]:
-        """Yield the output for a prompt. If the generator is closed, the request is aborted.
+        """Return a generator of the output for a prompt. If it is closed, the request is aborted.
 
         This raises the errors of `generated`, and the errors below.
 
@@ -353,12 +356,11 @@ class Worker:
         def begin() -> Callable[[Progress], Delta | None]:
             return OutputText(self.tokenizer, params, silent, stop_scope).read
 
-        with self.loras.use(params.lora, continues=True) as key:
-            of_engine = msgspec.structs.replace(params, lora=key)
-            parts = generated(self.engine, source, of_engine, request_id, begin, written, discard)
-            async with aclosing(parts) as deltas:
-                async for delta in deltas:
-                    yield delta
+        key = source.lora
+        if key is None and params.lora is not None:  # rows of a dataset, whose adapter is never unloaded
+            key = self.loras.get(params.lora).key
+        of_engine = msgspec.structs.replace(params, lora=key)
+        return generated(self.engine, source, of_engine, request_id, begin, written, discard)
 
     async def generate_whole(
         self,

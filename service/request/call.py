@@ -116,10 +116,12 @@ class Call(OutputRules):
         Raise InputError if a prompt is not valid, or if the structured output is not supported. `field` is the field
         of the request that contains the prompts, or None if it depends on the route.
         """
-        with self.meter.counted(len(given) * self.n), self.service.worker.loras.use(self.params.lora):
+        with self.meter.counted(len(given) * self.n), self.service.worker.loras.use(self.params.lora) as key:
             await self.check_structure()
             limited = [partial(self._limited, parse, truncate_to) for parse in given]
             async with prompts(self.service, limited, self.clock, self.owner, field) as sources:
+                for source in sources:
+                    source.lora = key
                 yield sources
 
     @asynccontextmanager
@@ -160,15 +162,18 @@ class Call(OutputRules):
                 of `of_text` is set, or the structured output is not supported.
 
         """
-        with self.meter.counted(len(given) * self.n), self.service.worker.loras.use(self.params.lora):
+        with self.meter.counted(len(given) * self.n), self.service.worker.loras.use(self.params.lora) as key:
             await self.check_structure()
             has_handles = self.accepts_handles and any(index < 0 for ids in given for index in ids)
             if has_handles and (name := next(iter(of_text), None)):
                 raise InputError(f"{name} is not supported with handles in {field}; leave {name} out", param=name)
             kept = [self._cut(ids, cut) for ids in given]
             checked = [prompt_of_ids(self.service, ids, field, accept_handles=self.accepts_handles) for ids in kept]
+            sources = [PromptSource(prompt) for prompt in checked]
+            for source in sources:
+                source.lora = key
             try:
-                yield [PromptSource(prompt) for prompt in checked]
+                yield sources
             except (BadReference, FeatureCountMismatch) as error:  # of the client's own handles
                 raise InputError(f"a handle of the prompt cannot be used: {error}", param=field) from error
 

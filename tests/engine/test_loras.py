@@ -17,6 +17,7 @@ from PIL import Image
 
 from mindie_mm import LLM, BeamSearchParams, SamplingParams
 from mindie_mm.engine.core import Engine
+from mindie_mm.engine.requests.engine_messages import Add
 from mindie_mm.errors import InputError, ModelNotFound, OperationalError
 from mindie_mm.models import load_model
 from mindie_mm.nn.checkpoint.directory import EMBEDDED
@@ -152,6 +153,28 @@ def test_more_adapters_than_places_take_turns_and_others_need_not_wait(folders, 
     assert_close(found[:4], found[5:9])
 
 
+def test_an_urgent_request_without_a_place_for_its_adapter_preempts_nothing(folders):
+    model = load_model(None, "cpu", "float32")
+    loras = model.enable_loras(1, 8)
+    adapters = [loras.read(folders[name]) for name in ("text 1", "text 2")]
+    loras.known = {adapter.key: adapter for adapter in adapters}
+    engine = Engine(model, EngineConfig(max_loras=1, max_num_seqs=2), 2**24)
+
+    def add(name: str, lora: str | None, priority: int) -> None:
+        params = msgspec.structs.replace(GREEDY, lora=lora, priority=priority)
+        assert engine.add(Add(name, np.array(IDS).tobytes(), params)) is None
+
+    add("adapted", adapters[0].key, 0)
+    add("plain", None, 5)
+    ended = [one.request_id for one in engine.step().progress if one.finish_reason]
+    add("urgent", adapters[1].key, -1)
+    while engine.has_work():
+        ended += [one.request_id for one in engine.step().progress if one.finish_reason]
+    assert ended[-1] == "urgent"
+    assert len(ended) == 3
+    assert engine.stats.preemptions == 0
+
+
 @pytest.mark.slow
 def test_memory_is_reserved_for_adapters(folders):
     async def step_bytes(lora: tuple[str, ...], max_loras: int) -> int:
@@ -228,6 +251,49 @@ async def test_an_adapter_that_is_unloaded_finishes_its_requests(worker, expecte
     assert await running == expected["text 1"]
     await worker.loras.load("text 1", tmp_path / "text 2")
     assert await tokens_of(worker, "text 1") == expected["text 2"]
+
+
+async def test_a_request_keeps_its_adapter_when_another_one_replaces_it(worker, expected, tmp_path):
+    params = msgspec.structs.replace(GREEDY, lora="text 1")
+    async with worker.prompt(torch.tensor(IDS), params) as source:
+        await worker.loras.load("text 1", tmp_path / "text 3", replaces=True)
+        assert (await worker.generate_whole(source, params, "old")).token_ids == expected["text 1"]
+    assert await tokens_of(worker, "text 1") == expected["text 3"]
+
+
+async def test_an_engine_that_starts_learns_what_was_loaded_and_unloaded_meanwhile(worker, expected, tmp_path):
+    """With several engines, the others load and unload adapters while one of them starts."""
+    await worker.loras.load("text 3", tmp_path / "text 3")
+    keys = {one.name: one.key for one in worker.loras}
+    await worker.loras.unload("text 3")
+    engine, died = worker.engine, worker.engine.pid
+    os.kill(died, signal.SIGKILL)
+    while engine.pid == died:  # noqa: ASYNC110 - nothing is set between the start of a process and its readiness
+        await asyncio.sleep(0.01)
+    assert not engine.up
+    engine.keep_lora(tmp_path / "text 3", keys["text 3"])
+    engine.keep_loras([keys["text 3"], keys["everything"]])
+
+    async def tokens(name: str) -> list[int]:
+        params = msgspec.structs.replace(GREEDY, lora=keys[name])
+        async with aclosing(engine.generate(name, np.array(IDS), params)) as steps:
+            return [token async for step in steps for token in step.token_ids]
+
+    assert [await tokens(name) for name in ("text 3", "everything")] == [expected["text 3"], expected["everything"]]
+    with pytest.raises(OperationalError):
+        await tokens("text 1")
+
+
+async def test_a_load_that_fails_and_unloads_at_the_same_time_leave_no_adapter_behind(worker, tmp_path):
+    with worker.loras.use("text 1") as key:
+        ends = [worker.loras.unload("text 1"), worker.loras.unload("text 1")]
+        assert [type(one) for one in await asyncio.gather(*ends, return_exceptions=True)] == [type(None), ModelNotFound]
+        failing = asyncio.create_task(worker.loras.load("new", tmp_path / "nowhere"))
+        await asyncio.sleep(0)
+    assert key in {one.key for one in worker.engine._start.loras}
+    with pytest.raises(InputError, match="is not a folder"):
+        await failing
+    assert {one.key for one in worker.engine._start.loras} == {one.key for one in worker.loras}
 
 
 async def test_loading_and_unloading_lose_no_request(worker, expected, tmp_path):

@@ -29,16 +29,16 @@ from mindie_mm.engine.requests.engine_messages import (
     Abort,
     Add,
     Encode,
+    KeepLoras,
     LoadLora,
     Progress,
     Ready,
     Start,
     Stepped,
     ToEngine,
-    UnloadLora,
 )
 from mindie_mm.engine.seq2seq import Seq2SeqEngine
-from mindie_mm.errors import InputError, MindieMMError
+from mindie_mm.errors import MindieMMError
 from mindie_mm.models import family_of, load_model, prepare_model, reading
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.model import Model
@@ -179,8 +179,8 @@ def _take(message: ToEngine, engine: BaseEngine) -> list[Progress]:
             return [engine.encode(message)]
         case LoadLora():
             return [engine.load_lora(message)]
-        case UnloadLora():
-            engine.unload_lora(message)
+        case KeepLoras():
+            engine.keep_loras(message)
     return []
 
 
@@ -250,8 +250,8 @@ def _enable_loras(model: Model | Seq2SeqModel, start: Start) -> tuple[dict[str, 
     keys: dict[str, str] = {}
     for one in start.loras:
         try:
-            adapter = loras.read(Path(one.folder))
-        except InputError as error:
+            adapter = loras.read(Path(one.folder), one.key)
+        except Exception as error:  # an adapter must not prevent a restart
             if not one.key:
                 raise
             _log.error("a LoRA adapter cannot be read again, and its requests fail: %s", error)

@@ -103,12 +103,14 @@ class LoadLora(msgspec.Struct, frozen=True, tag="load_lora"):
 
     request_id: str
     folder: str
+    key: str = ""
+    """Key that the adapter must have, because other engines have it under this key, or an empty string."""
 
 
-class UnloadLora(msgspec.Struct, frozen=True, tag="unload_lora"):
-    """Notice that no request uses a LoRA adapter any longer."""
+class KeepLoras(msgspec.Struct, frozen=True, tag="keep_loras"):
+    """Notice that requests use no other LoRA adapters than these."""
 
-    key: str
+    keys: list[str]
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -252,4 +254,4 @@ class Stepped(msgspec.Struct, frozen=True):
     stats: Stats
 
 
-ToEngine = Add | Abort | Encode | LoadLora | UnloadLora
+ToEngine = Add | Abort | Encode | LoadLora | KeepLoras

@@ -125,9 +125,21 @@ class Loras:
         """Number of adapters on the device."""
         return len(self._placed)
 
-    def read(self, folder: Path) -> Adapter:
-        """Read an adapter, but do not add it to `known`. This raises the errors of `read_adapter`."""
-        return read_adapter(folder, self._targets, self._max_rank)
+    def read(self, folder: Path, key: str = "") -> Adapter:
+        """Read an adapter, but do not add it to `known`. This raises the errors of `read_adapter`, and the error below.
+
+        Args:
+            folder: Folder of the adapter.
+            key: Key that the adapter must have, or an empty string.
+
+        Raises:
+            OperationalError: The adapter has another key.
+
+        """
+        adapter = read_adapter(folder, self._targets, self._max_rank)
+        if key not in ("", adapter.key):
+            raise OperationalError(f"the files in {folder} have changed since they were loaded; load them again")
+        return adapter
 
     def reserve(self) -> int:
         """Fix the size of one adapter by the adapters that are known, and return the memory for all of them in bytes.
@@ -148,10 +160,10 @@ class Loras:
                 "raise max_lora_rank, or give the adapter at the start (--lora)"
             )
 
-    def forget(self, key: str) -> None:
-        """Remove an adapter. Do nothing if it is not known."""
-        if (adapter := self.known.pop(key, None)) is not None:
-            self._placed.pop(adapter, None)
+    def keep(self, keys: Collection[str]) -> None:
+        """Remove all adapters except those with `keys`."""
+        for key in self.known.keys() - keys:
+            self._placed.pop(self.known.pop(key), None)
 
     def mix(self, batch: Sequence[tuple[Adapter | None, int]], device: torch.device) -> Mix:
         """Place the adapters of a batch on the device, and return them with their rows.
