@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from mindie_mm.nn.lora.adapter_config import digest_of_folder, read_config
+from mindie_mm.errors import UnsupportedCheckpoint, os_errors_as
+from mindie_mm.nn.lora.adapter_config import WEIGHTS, digest_of, read_config
 from mindie_mm.settings.config import WorkerConfig
 
 
@@ -24,7 +25,8 @@ def with_one_lora(config: WorkerConfig, folder: Path | None) -> tuple[WorkerConf
     """
     if folder is None:
         return replace(config, lora=(), lora_dir=None), None
-    adapter, _ = read_config(folder)
+    adapter, settings = read_config(folder)
+    with os_errors_as(UnsupportedCheckpoint, f"{folder / WEIGHTS} cannot be read"):
+        name = digest_of(settings, (folder / WEIGHTS).read_bytes())
     engine = replace(config.engine, max_loras=1, max_lora_rank=adapter.most_rank)
-    name = digest_of_folder(folder)
     return replace(config, lora=(f"{name}={folder}",), lora_dir=None, engine=engine), name

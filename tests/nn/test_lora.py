@@ -14,7 +14,7 @@ from transformers import AutoModelForImageTextToText
 from mindie_mm.errors import InputError, LimitExceeded, UnsupportedCheckpoint
 from mindie_mm.models import load_model
 from mindie_mm.nn.lora.adapter_config import read_config
-from tests.lora_samples import linear_names, merge, write_adapter
+from tests.lora_samples import PREFIX, linear_names, merge, write_adapter
 
 IDS = torch.arange(40, 90)
 LAYERS = "model.language_model.layers"
@@ -170,15 +170,23 @@ def test_damaged_weights_are_refused(content, model, adapter):
         ({"init_lora_weights": ["pissa"]}, "init_lora_weights is"),
         ({"bias": "some"}, "bias is 'some'; it must be one of none, all, lora_only"),
         ({"use_dora": "yes"}, "use_dora is 'yes'; it must be true or false"),
-        ({"r": 0}, "r is 0; it must be an integer of at least 1"),
+        ({"r": 0}, "r is 0; it must be an integer from 1 to 16384"),
         ({"r": True}, "r is True"),
         ({"r": 2.5}, "r is 2.5"),
         ({"lora_alpha": "16"}, "lora_alpha is '16'; it must be a number"),
-        ({"lora_alpha": 1e999}, "lora_alpha is inf"),
+        *(({"lora_alpha": value}, "it must be a number from -1e+06 to 1e+06") for value in (1e39, 10**20, 10**200)),
+        ({"lora_alpha": 1e999}, "is not JSON"),
+        ({"alpha_pattern": {"q_proj": 10**200}}, "alpha_pattern is"),
+        ({"rank_pattern": {"q_proj": 10**30}}, "it must map names of layers to ranks up to 16384"),
+        ({"\ud800": 1}, "is not JSON"),
+        ({"use_dora": "x\ud800"}, "is not JSON"),
         ({"rank_pattern": ["q_proj"]}, "rank_pattern is"),
         ({"rank_pattern": {"q_proj": 0}}, "rank_pattern is"),
-        ({"alpha_pattern": {"(a+)+b": 3}}, "no repeated group"),
-        ({"alpha_pattern": {"[": 3}}, "which is invalid"),
+        *(
+            ({"alpha_pattern": {pattern: 3}}, "and .* at most twice. Name the layers instead")
+            for pattern in ("(a+)+b", "[", ".*.*.*X", "a{9}", r"\.*", "*", "a+", "é\n")
+        ),
+        ({"rank_pattern": {f"layer{number}": 3 for number in range(5000)}}, "has 5000 keys; the limit is 4096"),
         ({"alpha_pattern": {"q" * 600: 3}}, "at most 500 characters"),
         ({"use_qalora": True}, "use_qalora is True, which is not served; merge the adapter"),
         ({"layer_replication": [[0, 2]]}, "layer_replication is"),
@@ -235,8 +243,30 @@ Q = f"base_model.model.{LAYERS}.0.self_attn.q_proj"
         (lambda own: own.update({f"{Q}.lora_B.bias": torch.zeros(9)}), r"has shape \[9\] instead of"),
         (lambda own: own.update({f"{Q}.weight": torch.zeros(8, 8)}), "both changed and replaced"),
         (lambda own: own.update({f"{Q}.base_layer.bias": torch.zeros(8), f"{Q}.bias": torch.zeros(8)}), "given twice"),
-        (lambda own: own.update({f"{Q}.lora_A.weight": own[f"{Q}.lora_A.weight"].int()}), "must be a float type"),
-        (lambda own: own[f"{Q}.lora_A.weight"].fill_(torch.nan), "not finite; the file is damaged"),
+        (
+            lambda own: own.update({f"{Q}.lora_A.weight": own[f"{Q}.lora_A.weight"].int()}),
+            "has the data type I32; it must be one of F16, BF16, F32, F64",
+        ),
+        *(
+            (
+                lambda own, dtype=dtype: own.update({f"{Q}.lora_A.weight": own[f"{Q}.lora_A.weight"].to(dtype)}),
+                "has the data type F8",
+            )
+            for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+        ),
+        *(
+            (
+                lambda own, value=value: own[f"{Q}.lora_B.weight"].fill_(value),
+                "is not finite in torch.float32; the file",
+            )
+            for value in (torch.nan, -torch.inf, 3e38)
+        ),
+        (
+            lambda own: own.update(
+                {name.replace(LAYERS, "model.layers"): tensor.clone() for name, tensor in own.items()}
+            ),
+            "which the file also changes under another name",
+        ),
         (lambda own: own.clear(), "contains no tensor"),
         (
             lambda own: own.update({"base_model.model.lm_head.weight": torch.zeros(9, 8)}),
@@ -262,16 +292,57 @@ def test_a_rank_beyond_the_limit_or_unlike_the_settings_is_refused(model, plain,
 
 def test_an_adapter_that_is_larger_than_the_reserved_memory_is_refused(random_checkpoint, plain, attention, tmp_path):
     model = load_model(random_checkpoint, "cpu", "float32")
-    loras = model.enable_loras(2, 3)
+    loras = model.enable_loras(2, 1)
     reserved = loras.reserve()
-    small = loras.read(write_adapter(tmp_path / "small", plain, attention))
-    large = loras.read(write_adapter(tmp_path / "large", plain, attention, whole=["lm_head"]))
+    small = loras.read(write_adapter(tmp_path / "small", plain, attention, rank=1))
+    large = loras.read(write_adapter(tmp_path / "large", plain, attention, rank=1, whole=["lm_head"]))
     loras.require_fitting(small)
     with pytest.raises(LimitExceeded, match="raise max_lora_rank, or give the adapter at the start"):
         loras.require_fitting(large)
     loras.known[large.key] = large
     assert loras.reserve() == 2 * large.num_values() * 4 > reserved
     loras.require_fitting(large)
+
+
+def test_an_adapter_of_the_highest_rank_in_all_layers_fits(random_checkpoint, plain, tmp_path):
+    loras = load_model(random_checkpoint, "cpu", "float32").enable_loras(2, 8)
+    loras.reserve()
+    names = [*linear_names(plain), "lm_head"]
+    for number, config in enumerate(({}, {"lora_bias": True}, {"use_dora": True})):
+        folder = write_adapter(tmp_path / f"{number}", plain, names, rank=8, **config)
+        loras.require_fitting(loras.read(folder))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_small_changes_of_magnitudes_are_kept_in_all_data_types(dtype, random_checkpoint, plain, attention, adapter):
+    def change(own):
+        for name in [name for name in own if name.endswith("lora_B.weight")]:
+            layer = name.removesuffix(".lora_B.weight")
+            own[name].zero_()
+            rounded = plain.get_submodule(layer.removeprefix(PREFIX)).weight.to(getattr(torch, dtype))
+            norm = rounded.float().norm(dim=1)
+            own[f"{layer}.lora_magnitude_vector"] = norm * 1.003
+
+    changed(adapter, change)
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"use_dora": True}))
+    loras = load_model(random_checkpoint, "cpu", dtype).enable_loras(1, 8)
+    for one in loras.read(adapter).changes:
+        torch.testing.assert_close(one.growth.float(), torch.full_like(one.growth, 0.003).float(), rtol=0.01, atol=0)
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_files_that_cannot_be_read_are_named(name, model, adapter, monkeypatch):
+    read = Path.read_bytes
+
+    def refuse(path):
+        if path.name == name:  # without its permissions, because the superuser may read all files
+            raise PermissionError(13, "Permission denied", str(path))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(UnsupportedCheckpoint, match=r"cannot be read: .*Permission denied"):
+        model.loras.read(adapter)
 
 
 @pytest.mark.parametrize("name", ["llava15", "qwen3_vl_8b"])

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mindie_mm.errors import LimitExceeded, UnsupportedCheckpoint
 from mindie_mm.nn.lora.adapter_config import WEIGHTS, AdapterConfig, digest_of, read_config
+from mindie_mm.nn.lora.change import Change
 from mindie_mm.nn.lora.targets import Target, Targets
 
 _PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
@@ -32,37 +33,7 @@ _PARTS: Mapping[str, str] = {
     ".weight": "weight",
 }
 """Ends of the names of tensors, longest first, and the parts of a layer's change that they contain."""
-
-
-@dataclass(slots=True)
-class Change:
-    """The change of one layer, as tensors on the host."""
-
-    target: Target
-    scaling: float
-    """Factor of `b @ a`."""
-    a: Tensor | None = None
-    """[rank, inputs]."""
-    b: Tensor | None = None
-    """[outputs, rank]."""
-    b_bias: Tensor | None = None
-    """Bias of the second product, [outputs], which `scaling` multiplies, too."""
-    magnitude: Tensor | None = None
-    """Norm of each row of the changed weight (DoRA), [outputs]."""
-    bias: Tensor | None = None
-    """Bias in place of the layer's own, [outputs]."""
-    weight: Tensor | None = None
-    """Weight in place of the layer's own, in the shape of `Target.shape`."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the tensors in bytes."""
-        return sum(one.nbytes for one in self.tensors().values())
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that are set, by name."""
-        found = {name: getattr(self, name) for name in ("a", "b", "b_bias", "magnitude", "bias", "weight")}
-        return {name: one for name, one in found.items() if one is not None}
+_DTYPES = ("F16", "BF16", "F32", "F64")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,13 +54,14 @@ class Adapter:
         return sum(tensor.numel() for one in self.changes for tensor in one.tensors().values())
 
 
-def read_adapter(folder: Path, targets: Targets, max_rank: int) -> Adapter:
+def read_adapter(folder: Path, targets: Targets, max_rank: int, dtype: torch.dtype) -> Adapter:
     """Read an adapter, and check that it fits to the base model.
 
     Args:
         folder: Folder that contains adapter_config.json and adapter_model.safetensors.
         targets: Layers of the base model.
         max_rank: Maximum rank of a change.
+        dtype: Data type of the base model.
 
     Raises:
         InputError: The folder does not exist, or is not the folder of an adapter.
@@ -100,17 +72,19 @@ def read_adapter(folder: Path, targets: Targets, max_rank: int) -> Adapter:
     """
     config, stated = read_config(folder)
     file = weights_file(folder)
+    reading = _Reading(folder, config, targets, max_rank)
     try:
         with safe_open(file, "pt") as opened:  # the header, so that wrong weights are never read
-            shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
-        _Reading(folder, config, targets, max_rank).check(shapes)
+            header = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            shapes = {name: tuple(one.get_shape()) for name, one in header.items()}
+            reading.check(shapes, {name: one.get_dtype() for name, one in header.items()})
         data = file.read_bytes()
         tensors = load(data)
     except (SafetensorError, OSError, ValueError) as error:
         raise UnsupportedCheckpoint(f"{file} cannot be read: {error}") from error
-    reading = _Reading(folder, config, targets, max_rank)
-    reading.check({name: tuple(tensor.shape) for name, tensor in tensors.items()})
-    return Adapter(digest_of(stated, data), tuple(reading.changes(tensors)))
+    if {name: tuple(tensor.shape) for name, tensor in tensors.items()} != shapes:
+        raise UnsupportedCheckpoint(f"{file} has changed while it was read; load it again")
+    return Adapter(digest_of(stated, data), tuple(reading.changes(tensors, dtype)))
 
 
 def weights_file(folder: Path) -> Path:
@@ -137,11 +111,16 @@ class _Reading:
         """Name of the tensor with each part, by the name of the layer in the adapter."""
         self._found: dict[str, Target] = {}
 
-    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise an error unless all tensors belong to layers of the base model and have the right shapes."""
+    def check(self, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str]) -> None:
+        """Raise an error unless all tensors belong to layers of the base model, with the right shapes and data types.
+
+        `shapes` and `dtypes` are those of each tensor, by its name.
+        """
         if not shapes:
             raise UnsupportedCheckpoint(f"{self._folder} has no weights; {WEIGHTS} contains no tensor")
         for name in shapes:
+            if dtypes[name] not in _DTYPES:
+                raise self._refused(name, f"has the data type {dtypes[name]}; it must be one of {', '.join(_DTYPES)}")
             layer, part = self._split(name)
             known = self._names.setdefault(layer, {})
             if part in known:
@@ -150,16 +129,17 @@ class _Reading:
         for layer, parts in self._names.items():
             self._check_layer(layer, parts, shapes)
 
-    def changes(self, tensors: Mapping[str, Tensor]) -> Iterator[Change]:
-        """Yield the change of each layer."""
+    def changes(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[Change]:
+        """Yield the change of each layer of a model of `dtype`."""
         for layer, parts in self._names.items():
-            for name in parts.values():
-                if not tensors[name].dtype.is_floating_point:
-                    raise self._refused(name, f"has the data type {tensors[name].dtype}; it must be a float type")
-                if not bool(torch.isfinite(tensors[name]).all()):
-                    raise self._refused(name, "has a value that is not finite; the file is damaged")
-            scaling = self._config.scaling_of(layer)
-            yield Change(self._found[layer], scaling, **{part: tensors[name] for part, name in parts.items()})
+            own = {part: tensors[name] for part, name in parts.items()}
+            change = Change.of(self._found[layer], own, self._config.scaling_of(layer), dtype)
+            if not all(bool(torch.isfinite(tensor).all()) for tensor in change.tensors().values()):
+                raise self._refused(
+                    layer,
+                    f"has a change that is not finite in {dtype}; the file is damaged, or lora_alpha is too large",
+                )
+            yield change
 
     def _split(self, name: str) -> tuple[str, str]:
         """Return the name of the layer, and the part of its change that a tensor contains."""
@@ -179,6 +159,8 @@ class _Reading:
             raise self._refused(
                 first, f"changes {layer}, which is {kind} not served. {self._base()}, or merge it (merge_and_unload)"
             )
+        if target in self._found.values():
+            raise self._refused(first, f"changes {layer}, which the file also changes under another name")
         self._check_parts(first, target, parts)
         has_change = "a" in parts
         rank = shapes[parts["a"]][0] if has_change and shapes[parts["a"]] else 0

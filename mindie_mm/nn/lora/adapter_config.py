@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -11,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from blake3 import blake3
 
 from mindie_mm.errors import InputError, UnsupportedCheckpoint, os_errors_as
@@ -61,9 +61,13 @@ _SERVED = frozenset(
 _BIASES = ("none", "all", "lora_only")
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights that leave the weights of the base model as they are."""
-_SLOW_PATTERN = re.compile(r"\)[*+{]")
-"""A repeated group in a regular expression, whose matching may take exponential time."""
+_PATTERN = re.compile(r"(?:[\w^$|-]|\\\.|\.\*?)*")
+"""Regular expressions that are accepted as names of layers. Matching others may take exponential time."""
 _MAX_PATTERN = 500
+_MAX_PATTERNS = 4096
+_MAX_RANK = 2**14
+_MAX_ALPHA = 1e6
+Patterns = tuple[tuple[re.Pattern[str], float], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +76,9 @@ class AdapterConfig:
 
     rank: int
     alpha: float
-    alpha_pattern: Mapping[str, float]
-    """Alpha of the layers whose names match a regular expression."""
-    rank_pattern: Mapping[str, int]
+    alpha_pattern: Patterns
+    """Regular expressions for names of layers, each with the alpha of the layers whose names match."""
+    rank_pattern: Patterns
     has_stable_rank: bool
     """Whether changes are scaled by alpha / sqrt(rank) (rsLoRA, arXiv 2312.03732) instead of alpha / rank."""
     has_magnitudes: bool
@@ -85,7 +89,7 @@ class AdapterConfig:
     @property
     def most_rank(self) -> int:
         """The largest rank of a layer."""
-        return max(self.rank, *self.rank_pattern.values(), 1)
+        return max([self.rank, *(int(rank) for _, rank in self.rank_pattern)])
 
     def rank_of(self, layer: str) -> int:
         """Return the rank of a layer, by its name in the adapter."""
@@ -106,16 +110,19 @@ def read_config(folder: Path) -> tuple[AdapterConfig, bytes]:
 
     """
     file = folder / CONFIG
-    if not folder.is_dir():
-        raise InputError(f"{folder} is not a folder; give the folder of a LoRA adapter, which contains {CONFIG}")
-    if not file.is_file():
-        what = "is a checkpoint, not an adapter" if (folder / "config.json").is_file() else f"has no {CONFIG}"
-        raise InputError(f"{folder} {what}; give the folder that peft's save_pretrained has written for the adapter")
-    if (size := file.stat().st_size) > _MAX_BYTES:
-        raise UnsupportedCheckpoint(f"{file} has {size} bytes; the limit is {_MAX_BYTES}")
-    data = file.read_bytes()
+    with os_errors_as(UnsupportedCheckpoint, f"{file} cannot be read"):
+        if not folder.is_dir():
+            raise InputError(f"{folder} is not a folder; give the folder of a LoRA adapter, which contains {CONFIG}")
+        if not file.is_file():
+            what = "is a checkpoint, not an adapter" if (folder / "config.json").is_file() else f"has no {CONFIG}"
+            raise InputError(
+                f"{folder} {what}; give the folder that peft's save_pretrained has written for the adapter"
+            )
+        if (size := file.stat().st_size) > _MAX_BYTES:
+            raise UnsupportedCheckpoint(f"{file} has {size} bytes; the limit is {_MAX_BYTES}")
+        data = file.read_bytes()
     try:
-        given = json.loads(data)
+        given = msgspec.json.decode(data)  # which refuses names that no message can contain
     except (ValueError, RecursionError) as error:
         raise UnsupportedCheckpoint(f"{file} is not JSON: {error}") from error
     if not isinstance(given, dict):
@@ -128,13 +135,6 @@ def digest_of(settings: bytes, weights: bytes) -> str:
     return blake3(settings + b"\0" + weights).hexdigest()[:_DIGEST_CHARACTERS]
 
 
-def digest_of_folder(folder: Path) -> str:
-    """Return the digest of an adapter's files. Raise the errors of `read_config`, also if the weights are missing."""
-    _, settings = read_config(folder)
-    with os_errors_as(UnsupportedCheckpoint, f"{folder / WEIGHTS} cannot be read"):
-        return digest_of(settings, (folder / WEIGHTS).read_bytes())
-
-
 def _checked(file: Path, given: Mapping[str, Any]) -> AdapterConfig:
     wrong = next(((key, why) for key, fits, why in _RULES if not fits(given.get(key))), None)
     if wrong is not None:
@@ -145,45 +145,44 @@ def _checked(file: Path, given: Mapping[str, Any]) -> AdapterConfig:
                 f"{file}: {key} is {value!r}, which is not served; merge the adapter into its base model "
                 "(merge_and_unload)"
             )
-    for key in ("rank_pattern", "alpha_pattern"):
-        for pattern in given.get(key) or {}:
-            _require_pattern(file, key, pattern)
     base = given.get("base_model_name_or_path")
     return AdapterConfig(
         rank=given["r"],
         alpha=given["lora_alpha"],
-        alpha_pattern=given.get("alpha_pattern") or {},
-        rank_pattern=given.get("rank_pattern") or {},
+        alpha_pattern=_patterns(file, "alpha_pattern", given),
+        rank_pattern=_patterns(file, "rank_pattern", given),
         has_stable_rank=bool(given.get("use_rslora")),
         has_magnitudes=bool(given.get("use_dora")),
         base=base if isinstance(base, str) else "",
     )
 
 
-def _require_pattern(file: Path, key: str, pattern: str) -> None:
-    if len(pattern) > _MAX_PATTERN or _SLOW_PATTERN.search(pattern):
-        raise UnsupportedCheckpoint(
-            f"{file}: {key} has the key {pattern[:_MAX_PATTERN]!r}; it must have at most {_MAX_PATTERN} characters and "
-            "no repeated group. Name the layers instead"
-        )
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise UnsupportedCheckpoint(f"{file}: {key} has the key {pattern!r}, which is invalid: {error}") from error
+def _patterns(file: Path, key: str, given: Mapping[str, Any]) -> Patterns:
+    """Return the regular expressions of a setting, which match the ends of names as peft's `get_pattern_key` does."""
+    values: Mapping[str, float] = given.get(key) or {}
+    if len(values) > _MAX_PATTERNS:
+        raise UnsupportedCheckpoint(f"{file}: {key} has {len(values)} keys; the limit is {_MAX_PATTERNS}")
+    for pattern in values:
+        if len(pattern) > _MAX_PATTERN or pattern.count(".*") > 2 or not _PATTERN.fullmatch(pattern):
+            raise UnsupportedCheckpoint(
+                f"{file}: {key} has the key {pattern[:_MAX_PATTERN]!r}; it must have at most {_MAX_PATTERN} "
+                "characters, which are letters, digits, _, -, ., \\., ^, $ and |, and .* at most twice. Name the "
+                "layers instead"
+            )
+    return tuple((re.compile(rf"(.*\.)?({pattern})"), value) for pattern, value in values.items())
 
 
-def _matching(pattern: Mapping[str, float], layer: str, default: float) -> float:
-    """Return the value of the first key that matches the end of a name, as peft's `get_pattern_key` does."""
-    matches = (value for key, value in pattern.items() if re.fullmatch(rf"(.*\.)?({key})", layer))
-    return next(matches, default)
+def _matching(patterns: Patterns, layer: str, default: float) -> float:
+    """Return the value of the first regular expression that matches a name."""
+    return next((value for pattern, value in patterns if pattern.fullmatch(layer)), default)
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 1
+def _is_rank(value: Any) -> bool:
+    return type(value) is int and 1 <= value <= _MAX_RANK
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MAX_ALPHA
 
 
 def _is_switch(value: Any) -> bool:
@@ -207,9 +206,13 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ),
     ("bias", lambda value: value in (None, *_BIASES), f"it must be one of {', '.join(_BIASES)}"),
     *((key, _is_switch, "it must be true or false") for key in ("use_rslora", "use_dora", "lora_bias")),
-    ("r", _is_count, "it must be an integer of at least 1"),
-    ("lora_alpha", _is_number, "it must be a number"),
-    ("rank_pattern", partial(_is_pattern, fits=_is_count), "it must map names of layers to ranks"),
-    ("alpha_pattern", partial(_is_pattern, fits=_is_number), "it must map names of layers to numbers"),
+    ("r", _is_rank, f"it must be an integer from 1 to {_MAX_RANK}"),
+    ("lora_alpha", _is_number, f"it must be a number from -{_MAX_ALPHA:g} to {_MAX_ALPHA:g}"),
+    ("rank_pattern", partial(_is_pattern, fits=_is_rank), f"it must map names of layers to ranks up to {_MAX_RANK}"),
+    (
+        "alpha_pattern",
+        partial(_is_pattern, fits=_is_number),
+        f"it must map names of layers to numbers from -{_MAX_ALPHA:g} to {_MAX_ALPHA:g}",
+    ),
 )
 """Keys, checks of their values, and what to do if a value fails its check."""

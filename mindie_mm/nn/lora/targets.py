@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from mindie_mm.device import QuantizedLinear
@@ -43,6 +44,18 @@ class Target:
         return isinstance(self.module, QuantizedLinear) and self.module.sum_bias is not None
 
     @property
+    def like(self) -> Tensor:
+        """A tensor of the layer, which states its device."""
+        first: Tensor | None = next(self.module.parameters(), None)
+        return next(self.module.buffers()) if first is None else first
+
+    def input_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the data type of the layer's input in a model of `dtype`. A tower may have another one."""
+        if isinstance(self.module, nn.Linear) and self.like.dtype in (torch.float32, torch.bfloat16, torch.float16):
+            return self.like.dtype
+        return dtype
+
+    @property
     def weight(self) -> Tensor:
         """The weight, [outputs, inputs]."""
         weight: Tensor = cast("Any", self.module).weight
@@ -72,8 +85,6 @@ class Targets:
             name: Target(part, start, stop, inputs, isinstance(part, nn.Embedding), part in in_text)
             for name, part, start, stop, inputs in _layers(module, embeddings)
         }
-        self.experts = [name for name, _ in module.named_modules() if name.endswith(".experts")]
-        """Names of experts. An adapter of one of them is refused, because experts compute other rows than tokens."""
         self._renamings = _renamings(module)
 
     def find(self, name: str) -> Target | None:
