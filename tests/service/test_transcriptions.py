@@ -255,7 +255,7 @@ def test_the_examples_of_the_docs_are_answered(
     names = run(python.replace(SERVED_AT, service.url))
     names["client"].close()
     assert capsys.readouterr().out.strip() == names["transcript"].text
-    commands = re.findall(r"^    (curl .*)$", text, re.MULTILINE)
+    commands = re.findall(r"^```sh\n(curl .*?)^```$", text, re.MULTILINE | re.DOTALL)
     with httpx2.Client(base_url=service.url, timeout=60) as http:
         translation = transcribe(http, speech(2), "/v1/audio/translations", response_format="text").text
     if shutil.which("curl") is not None:
