@@ -91,6 +91,8 @@ class Call(OutputRules):
     """Number of choices per prompt."""
     id: str
     """Id of the answer. The id of a choice is this id, a hyphen and the choice's index."""
+    fingerprint: str
+    """The `system_fingerprint` of the answer."""
     clock: Clock
     timed: bool
     """Whether the answer contains timings."""

@@ -126,6 +126,7 @@ class Incoming:
             params=params,
             n=n,
             id=prefix + self.id,
+            fingerprint=self.service.fingerprint_of(params.lora),
             clock=self.clock,
             timed=timed,
             meter=meter,

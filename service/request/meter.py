@@ -31,7 +31,7 @@ class Meter:
 
         """
         self.metrics = metrics
-        self._lora = lora
+        self._of_lora = None if lora is None else metrics.of_lora(lora)
         self.client = client
         self.arrived = arrived
         self.failed: str | None = None
@@ -59,8 +59,8 @@ class Meter:
         self._n, self._num_unfinished = n, len(prompt_lengths) * n
         for length in prompt_lengths:
             self.metrics.count_prompt(length, n, params.max_tokens)
-        if self._lora is not None:
-            self.metrics.count_lora(self._lora, "prompt", sum(prompt_lengths))
+        if self._of_lora is not None:
+            self._of_lora["prompt"].inc(sum(prompt_lengths))
         if self.client is not None:
             self.client.count_tokens(prompt=sum(prompt_lengths))
         if (trace := tracing.current.get()) is not None:
@@ -74,9 +74,9 @@ class Meter:
     def count(self, reason: str, num_tokens: int, timings: Timings | None) -> None:
         """Count a choice that has ended."""
         self.metrics.count_choice(reason, num_tokens, timings)
-        if self._lora is not None:
-            self.metrics.count_lora(self._lora, "choices", reason in ("stop", "length"))
-            self.metrics.count_lora(self._lora, "generation", num_tokens)
+        if self._of_lora is not None:
+            self._of_lora["choices"].inc(reason in ("stop", "length"))
+            self._of_lora["generation"].inc(num_tokens)
         self.metrics.e2e_s.observe(time.perf_counter() - self.arrived)
 
     def finish(self) -> None:

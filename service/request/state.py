@@ -127,6 +127,10 @@ class Service(Served):
         if name is not None and name not in PLACEHOLDERS and not self.config.any_model_name:
             self.require_listed(name)
 
+    def fingerprint_of(self, lora: str | None) -> str:
+        """Return the `system_fingerprint` of answers with a LoRA adapter, or None."""
+        return self.fingerprint if lora is None else f"{self.fingerprint}_{self.worker.loras.get(lora).key[:10]}"
+
     def lora_of(self, name: str | None) -> str | None:
         """Return `name` if it is the name of a LoRA adapter, or None."""
         return name if name in self.worker.loras else None

@@ -132,7 +132,7 @@ class Chat(Responder):
             "object": "chat.completion",
             "created": self.created,
             "model": self.call.model_name,
-            "system_fingerprint": self.call.service.fingerprint,
+            "system_fingerprint": self.call.fingerprint,
             "choices": [await self._choice(choice) for choice in choices],
             "usage": usage([prompt], choices, num_reasoning=self._num_reasoning(counts)),
             **self.call.timings(choices),
@@ -212,7 +212,7 @@ class Chat(Responder):
             "object": "chat.completion.chunk",
             "created": self.created,
             "model": self.call.model_name,
-            "system_fingerprint": self.call.service.fingerprint,
+            "system_fingerprint": self.call.fingerprint,
             "choices": choices,
         }
 

@@ -158,7 +158,7 @@ class _Completion(Responder):
             "object": "text_completion",
             "created": self.created,
             "model": self.call.model_name,
-            "system_fingerprint": self.call.service.fingerprint,
+            "system_fingerprint": self.call.fingerprint,
             "choices": choices,
         }
 

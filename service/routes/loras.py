@@ -81,6 +81,7 @@ async def unload(body: UnloadBody, root: RootDep, service: ServiceDep) -> Respon
     """
     pass_over_fields(body.unknown, strict=service.config.strict)
     await service.worker.loras.unload(body.lora_name)
+    service.metrics.forget_lora(body.lora_name)
     _log.info("the LoRA adapter %r was unloaded", body.lora_name)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 

@@ -148,9 +148,15 @@ class Metrics:
             if num_tokens > 1:
                 self._per_token_s.observe(timings.decode_s / (num_tokens - 1))
 
-    def count_lora(self, name: str, what: str, number: int) -> None:
-        """Count `choices`, `prompt` tokens or `generation` tokens of the LoRA adapter `name`."""
-        self._of_loras[what].labels(self.model_name, name).inc(number)
+    def of_lora(self, name: str) -> dict[str, Counter]:
+        """Return the counters of a LoRA adapter: `choices`, `prompt` tokens and `generation` tokens."""
+        return {what: counter.labels(self.model_name, name) for what, counter in self._of_loras.items()}
+
+    def forget_lora(self, name: str) -> None:
+        """Remove the counters of a LoRA adapter. Requests that have begun do not add them again."""
+        self.of_lora(name)  # so that they exist
+        for counter in self._of_loras.values():
+            counter.remove(self.model_name, name)
 
     def count_longest(self, num_tokens: int) -> None:
         """Record the length of the longest choice of a prompt whose choices are finished."""

@@ -93,6 +93,22 @@ def test_adapters_are_counted(http: Any, running: RunningService) -> None:
     assert metric(running, "lora_prompt_tokens_total", **labels) >= 1
 
 
+def test_answers_state_their_adapter_and_its_metrics_end_when_it_is_unloaded(http: Any) -> None:
+    def fingerprint(model: str) -> str:
+        body = {"model": model, "prompt": "Hi", "max_tokens": 1}
+        return str(http.post("/v1/completions", json=body).json()["system_fingerprint"])
+
+    found = [fingerprint("base"), fingerprint("first")]
+    for path in ("b", "c"):
+        assert load(http, lora_name="second", lora_path=path, load_inplace=True).status_code == 200
+        found.append(fingerprint("second"))
+    assert len({*found}) == 4
+    assert 'lora_name="second"' in http.get("/metrics").text
+    assert unload(http, "second").status_code == 200
+    assert 'lora_name="second"' not in http.get("/metrics").text
+    assert 'lora_name="first"' in http.get("/metrics").text
+
+
 def test_adapters_are_loaded_and_unloaded_while_requests_run(http: Any, folder: Path, running: RunningService) -> None:
     first, base = asked(http, "first"), asked(http, "base")
     with ThreadPoolExecutor(4) as pool:
