@@ -237,7 +237,7 @@ class MediaModel(ABC):
             batch: The adapter of each request in the batch, or None, and its number of rows.
 
         """
-        if self.loras is None or not any(adapter for adapter, _ in batch):
+        if self.loras is None:
             yield
             return
         with self.loras.applied(self.loras.mix(batch, self.spec.device)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -66,3 +67,10 @@ def test_doctor_checks_adapters(folders, tmp_path):
     assert "has rank 70; the limit is 64" in found["LoRA adapter large"]["advice"]
     assert "has no adapter_config.json" in found["LoRA adapter none"]["advice"]
     assert ended.returncode == 1
+
+
+@pytest.mark.parametrize(("option", "variable"), [(["--lora", "a=b"], {}), ([], {"MINDIE_MM_LORA": "a=/b"})])
+def test_render_refuses_adapters_by_name(option, variable):
+    ended = warm.run([BIN, "render", *option], timeout=TIMEOUT_S, env=os.environ | variable)
+    assert ended.returncode == 2
+    assert "No such option '--lora'" in ended.stderr or "leave out lora and lora_dir" in ended.stderr

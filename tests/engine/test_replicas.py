@@ -250,7 +250,7 @@ async def test_a_reload_leaves_out_an_engine_that_cannot_be_restarted(pair: Engi
     results = await asyncio.gather(*(pair.reload(grace_s=0) for _ in range(3)), return_exceptions=True)
     for result in results:
         assert isinstance(result, ProcessDied)
-        assert str(result).startswith(f"engine 0 was not replaced: the engine did not start: {NO_PLACE}")
+        assert str(result).startswith(f"engine 0 was not replaced: the engine process did not start: {NO_PLACE}")
     assert second.pid != pid
     assert len(await tokens(pair, "by the other", ids(7))) == 4
     first._start = start

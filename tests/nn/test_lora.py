@@ -189,6 +189,7 @@ def test_damaged_weights_are_refused(content, model, adapter):
         ({"rank_pattern": {f"layer{number}": 3 for number in range(5000)}}, "has 5000 keys; the limit is 4096"),
         ({"alpha_pattern": {"q" * 600: 3}}, "at most 500 characters"),
         ({"use_qalora": True}, "use_qalora is True, which is not served; merge the adapter"),
+        ({"x" * 2000: "y" * 2000}, f"{'x' * 500} is '{'y' * 499}, which is not served"),
         ({"layer_replication": [[0, 2]]}, "layer_replication is"),
         ({"target_parameters": ["experts.down_proj"]}, "target_parameters is"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices is"),

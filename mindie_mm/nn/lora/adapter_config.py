@@ -138,12 +138,12 @@ def digest_of(settings: bytes, weights: bytes) -> str:
 def _checked(file: Path, given: Mapping[str, Any]) -> AdapterConfig:
     wrong = next(((key, why) for key, fits, why in _RULES if not fits(given.get(key))), None)
     if wrong is not None:
-        raise UnsupportedCheckpoint(f"{file}: {wrong[0]} is {given.get(wrong[0])!r}; {wrong[1]}")
+        raise UnsupportedCheckpoint(f"{file}: {wrong[0]} is {given.get(wrong[0])!r:.{_MAX_PATTERN}}; {wrong[1]}")
     for key, value in given.items():
         if key not in _IGNORED | _SERVED and value not in (None, False, {}, [], "", 0):
             raise UnsupportedCheckpoint(
-                f"{file}: {key} is {value!r}, which is not served; merge the adapter into its base model "
-                "(merge_and_unload)"
+                f"{file}: {key:.{_MAX_PATTERN}} is {value!r:.{_MAX_PATTERN}}, which is not served; merge the adapter "
+                "into its base model (merge_and_unload)"
             )
     base = given.get("base_model_name_or_path")
     return AdapterConfig(
