@@ -219,10 +219,10 @@ class AsyncEngine(Supervised):
             progress = await queue.get()
         if progress.error is not None:
             raise progress.error.exception()
-        self.keep_lora(folder, progress.lora_key)
+        self.load_lora_later(folder, progress.lora_key)
         return progress.lora_key
 
-    def keep_lora(self, folder: Path, key: str) -> None:
+    def load_lora_later(self, folder: Path, key: str) -> None:
         """Load a LoRA adapter into later processes."""
         one = LoraFolder(str(folder), key)
         others = tuple(other for other in self._start.loras or () if other.key != key)

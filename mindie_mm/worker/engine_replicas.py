@@ -235,7 +235,7 @@ class EngineReplicas:
             with suppress(ProcessDied, NoProcess):
                 if engine is not first and engine.accepts:
                     await engine.load_lora(folder, key)
-            engine.keep_lora(folder, key)
+            engine.load_lora_later(folder, key)
         return key
 
     def keep_loras(self, keys: Collection[str]) -> None:

@@ -271,7 +271,7 @@ async def test_an_engine_that_starts_learns_what_was_loaded_and_unloaded_meanwhi
     while engine.pid == died:  # noqa: ASYNC110 - nothing is set between the start of a process and its readiness
         await asyncio.sleep(0.01)
     assert not engine.up
-    engine.keep_lora(tmp_path / "text 3", keys["text 3"])
+    engine.load_lora_later(tmp_path / "text 3", keys["text 3"])
     engine.keep_loras([keys["text 3"], keys["everything"]])
 
     async def tokens(name: str) -> list[int]:
@@ -284,19 +284,7 @@ async def test_an_engine_that_starts_learns_what_was_loaded_and_unloaded_meanwhi
         await tokens("text 1")
 
 
-async def test_a_load_that_fails_and_unloads_at_the_same_time_leave_no_adapter_behind(worker, tmp_path):
-    with worker.loras.use("text 1") as key:
-        ends = [worker.loras.unload("text 1"), worker.loras.unload("text 1")]
-        assert [type(one) for one in await asyncio.gather(*ends, return_exceptions=True)] == [type(None), ModelNotFound]
-        failing = asyncio.create_task(worker.loras.load("new", tmp_path / "nowhere"))
-        await asyncio.sleep(0)
-    assert key in {one.key for one in worker.engine._start.loras}
-    with pytest.raises(InputError, match="is not a folder"):
-        await failing
-    assert {one.key for one in worker.engine._start.loras} == {one.key for one in worker.loras}
-
-
-async def test_loading_and_unloading_lose_no_request(worker, expected, tmp_path):
+async def test_loading_and_unloading_lose_no_request_and_leave_no_adapter_behind(worker, expected, tmp_path):
     async def many(name: str | None) -> list[list[int]]:
         params = msgspec.structs.replace(GREEDY, lora=name)
         answers = [worker.whole_answer(torch.tensor(IDS), params, f"{name} {number}") for number in range(4)]
@@ -315,6 +303,15 @@ async def test_loading_and_unloading_lose_no_request(worker, expected, tmp_path)
     assert "new" not in worker.loras
     with pytest.raises(ModelNotFound):
         await worker.loras.unload("new")
+    with worker.loras.use("text 1") as key:
+        ends = [worker.loras.unload("text 1"), worker.loras.unload("text 1")]
+        assert [type(one) for one in await asyncio.gather(*ends, return_exceptions=True)] == [type(None), ModelNotFound]
+        failing = asyncio.create_task(worker.loras.load("new", tmp_path / "nowhere"))
+        await asyncio.sleep(0)
+    assert key in {one.key for one in worker.engine._start.loras}
+    with pytest.raises(InputError, match="is not a folder"):
+        await failing
+    assert {one.key for one in worker.engine._start.loras} == {one.key for one in worker.loras}
 
 
 def test_requests_with_different_adapters_have_no_prefix_in_common():
