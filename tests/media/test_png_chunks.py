@@ -11,6 +11,7 @@ import pytest
 from PIL import Image, PngImagePlugin
 
 from mindie_mm.errors import LimitExceeded, MediaError
+from mindie_mm.media.guard.segments import MAX_PARTS
 from mindie_mm.media.image import png_chunks
 from mindie_mm.media.image.encoded_image import open_image
 from mindie_mm.media.image.png_chunks import without_texts
@@ -153,3 +154,15 @@ def test_a_large_profile_in_another_format_does_not_change_the_pixels(file_forma
     plain, profiled = (encoded(PHOTO, file_format, **extra, **settings) for extra in ({}, {"icc_profile": RANDOM}))
     assert len(profiled) > len(plain) + 10**6
     assert np.array_equal(open_image(profiled).decode(), open_image(plain).decode())
+
+
+def test_many_texts_are_refused_before_they_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = with_chunks(chunk(b"tEXt", b"a\0") * (MAX_PARTS + 1))
+    monkeypatch.setattr(png_chunks, "_chunks", None)
+    with pytest.raises(LimitExceeded, match="or more chunks"):
+        without_texts(texts)
+
+
+def test_texts_behind_the_end_are_not_read() -> None:
+    png = without_texts(encoded(PHOTO, "PNG")) + chunk(b"tEXt", b"a\0")
+    assert without_texts(png) == png

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterator
 
 from mindie_mm.errors import LimitExceeded
-from mindie_mm.media.guard.segments import PNG_START
+from mindie_mm.media.guard.segments import PNG_START, check_parts
 
 MAX_TEXT_BYTES = 2**24
 """Maximum size in bytes of all decompressed texts of an image that may contain the orientation."""
@@ -36,12 +36,14 @@ def without_texts(png: bytes) -> bytes:
     texts to 1 MiB.
 
     Raises:
-        LimitExceeded: The texts that may contain the orientation have more than `MAX_TEXT_BYTES` bytes together.
+        LimitExceeded: The texts that may contain the orientation have more than `MAX_TEXT_BYTES` bytes together, or the
+            file has more than `MAX_PARTS` chunks.
         zlib.error: A compressed text is broken.
 
     """
     if not any(kind in png for kind in _UNUSED):
         return png
+    check_parts(png)  # before the loop over the chunks
     pieces: list[bytes | memoryview] = []
     view, behind, inflation = memoryview(png), 0, _Inflation()
     for kind, start, stop in _chunks(png):
@@ -53,10 +55,11 @@ def without_texts(png: bytes) -> bytes:
 
 
 def _chunks(png: bytes) -> Iterator[tuple[bytes, int, int]]:
-    """Yield the kind, start and stop of each whole chunk."""
-    start = len(PNG_START)
-    while (stop := start + 12 + int.from_bytes(png[start : start + 4])) <= len(png):
-        yield png[start + 4 : start + 8], start, stop
+    """Yield the kind, start and stop of each whole chunk up to IEND, after which decoders read nothing."""
+    start, kind = len(PNG_START), b""
+    while kind != b"IEND" and (stop := start + 12 + int.from_bytes(png[start : start + 4])) <= len(png):
+        kind = png[start + 4 : start + 8]
+        yield kind, start, stop
         start = stop
 
 
