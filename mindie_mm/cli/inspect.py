@@ -86,8 +86,8 @@ def _show_prompt(sample: Any, tokenizer: Any, processor: Any) -> list[Any]:
     for span, arrays in zip(sample.spans, sample.arrays, strict=True):
         click.echo(shown(sample.ids[at : span.start]))
         held = ", ".join(f"{name} {array.dtype} {array.shape}" for name, array in arrays.items() if name != ITEM)
-        click.echo(f"{span.kind} at tokens {span.start} to {span.stop - 1}: {held}")
-        if processor is not None and span.kind != "audio":
+        click.echo(f"{span.kind} at tokens {span.start} to {span.stop - 1}: {held or 'planned, without arrays'}")
+        if processor is not None and span.kind != "audio" and arrays:  # a run of --plan has no arrays
             pictures += processor.pictures(arrays, MediaShape.of(arrays).grid)
         at = span.stop
     click.echo(shown(sample.ids[at:]))

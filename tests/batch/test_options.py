@@ -120,6 +120,8 @@ def test_a_model_does_not_run_on_a_plan(tokenized: Callable[..., Dataset], tmp_p
     assert (done.exit_code, "has no media, because it was tokenized with --plan" in done.output) == (2, True), (
         done.output
     )
+    shown = invoked("inspect", planned.folder, HDR)
+    assert (shown.exit_code, "planned, without arrays" in shown.output) == (0, True), shown.output
     with pytest.raises(InputError, match="has no arrays, because its run was tokenized with --plan"):
         planned[HDR].model_inputs()
 
