@@ -37,6 +37,18 @@ def with_local_model(configuration: Configuration, *, weights: bool = True) -> C
     return replace(configuration, worker=replace(worker, model=folder))
 
 
+def with_model_id(configuration: Configuration, path: str | None) -> Configuration:
+    """Return the settings with `model_id`, which is by default the model as it was given.
+
+    Call this before `with_local_model`, which replaces names on the Hugging Face Hub. `path` is the argument of the
+    command. Other sources of settings give an absolute path, or the name of a repository.
+    """
+    service, model = configuration.service, configuration.worker.model
+    if service.model_id is not None or model is None:
+        return configuration
+    return replace(configuration, service=replace(service, model_id=path or repository_name(model) or str(model)))
+
+
 def hub_weight_bytes(configuration: Configuration) -> int | None:
     """Return the size of the weights of a model that is named as on the Hugging Face Hub, or None if it is unknown."""
     worker = configuration.worker

@@ -72,6 +72,8 @@ PATH = _Path(path_type=Path)
 """Type of options and arguments that are paths."""
 RUN_FOLDER = _RunFolder(path_type=Path)
 """Type of options and arguments that are folders of runs. A URL is a string."""
+MODEL = _Path(path_type=str)
+"""Type of an argument that is the folder of a checkpoint or the name of a repository, as the user has written it."""
 MEDIA_FILE = _MediaFile(path_type=Path, exists=True, dir_okay=False, readable=True)
 """Type of options that are media. If a file cannot be read, parsing the command line fails. A URL is a string, and
 standard input is read as bytes."""

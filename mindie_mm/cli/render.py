@@ -2,31 +2,41 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 import click
 
-from mindie_mm.cli.hub import with_local_model
-from mindie_mm.cli.paths import PATH
+from mindie_mm.cli.hub import with_local_model, with_model_id
+from mindie_mm.cli.paths import MODEL
 from mindie_mm.cli.serve import log_settings
 from mindie_mm.cli.settings import SettingsCommand, configured, settings
 from mindie_mm.errors import InputError
 from mindie_mm.processes.standard_streams import stderr_without_waiting
-from mindie_mm.settings.config import EngineConfig, MediaCaps, ServiceConfig, WorkerConfig
+from mindie_mm.settings.config import EngineConfig, MediaCaps, MiB, ServiceConfig, WorkerConfig
 from mindie_mm.settings.sources import Configuration
 
 _OF_ENGINE = frozenset(field.name for field in fields(EngineConfig)) - {"max_model_len", "cpu_binding"}
-_OF_WORKER = frozenset({"lora", "lora_dir"})
-_OF_SERVICE = frozenset({"enable_scale_out", "files_path", "response_store_bytes", "web_page", "replicas"})
+_OF_LORAS = frozenset({"lora", "lora_dir", "max_loras", "max_lora_rank"})
+_OF_ARENA = frozenset({"arena_bytes", "arena_request_bytes", "arena_wait_s", "preprocessed_cache_bytes"})
+_OF_ANSWERS = frozenset(
+    {
+        *("enable_scale_out", "files_path", "max_file_bytes", "max_files_per_key", "max_file_bytes_per_key"),
+        *("max_batch_requests", "max_concurrent_batch_requests", "response_store_bytes", "response_store_age_s"),
+        *("web_page", "replicas", "replica_surplus_tokens", "pooling", "admin_key", "accept_handles", "log_prompts"),
+        *("max_held_logprobs", "enable_prompt_embeds"),
+    }
+)
+_ARENA_BYTES = MiB
+"""Size of the arena, which the tokenizer creates, but plans do not use."""
 
 
 @click.command("render", cls=SettingsCommand)
-@click.argument("path", required=False, type=PATH)
-@settings(ServiceConfig, MediaCaps, WorkerConfig, EngineConfig, without=_OF_ENGINE | _OF_WORKER | _OF_SERVICE)
-def command(path: Path | None, **flags: Any) -> None:
+@click.argument("path", required=False, type=MODEL)
+@settings(
+    ServiceConfig, MediaCaps, WorkerConfig, EngineConfig, without=_OF_ENGINE | _OF_LORAS | _OF_ARENA | _OF_ANSWERS
+)
+def command(path: str | None, **flags: Any) -> None:
     """Serve the token ids of prompts, and the places and hashes of their media, for routers and vLLM servers.
 
     Serves vLLM's /v1/chat/completions/render and /v1/completions/render, and /tokenize, /health and /metrics. Reads no
@@ -41,9 +51,11 @@ def command(path: Path | None, **flags: Any) -> None:
     service = replace(
         given.service,
         like="vllm" if given.service.like == "auto" else given.service.like,
-        model_id=given.service.model_id or (None if path is None else os.fspath(path)),
+        files_path=None,  # batches need an engine
     )
-    given = with_local_model(replace(given, service=service).for_service(), weights=False)
+    worker = replace(given.worker, arena_bytes=_ARENA_BYTES, arena_request_bytes=None)
+    given = replace(given, worker=worker, service=service).for_service()
+    given = with_local_model(with_model_id(given, path), weights=False)
     with stderr_without_waiting():
         _render(given)
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import click
 
 from mindie_mm import logs
-from mindie_mm.cli.hub import with_local_model
-from mindie_mm.cli.paths import PATH
+from mindie_mm.cli.hub import with_local_model, with_model_id
+from mindie_mm.cli.paths import MODEL
 from mindie_mm.cli.settings import SettingsCommand, configured, settings
 from mindie_mm.errors import InputError
 from mindie_mm.processes.standard_streams import stderr_without_waiting
@@ -22,12 +21,12 @@ _log = logging.getLogger("mindie_mm.settings")
 
 
 @click.command("serve", cls=SettingsCommand)
-@click.argument("path", required=False, type=PATH)
+@click.argument("path", required=False, type=MODEL)
 @click.option("--ray", "ray_address", is_flag=False, flag_value="local", metavar="[ADDRESS]",
               help="Serve with Ray Serve, on the Ray cluster at ADDRESS or on a local one. Requires the extra "
                    "`serve-ray`.")  # fmt: skip
 @settings(ServiceConfig, MediaCaps, WorkerConfig, EngineConfig)
-def command(path: Path | None, ray_address: str | None, **flags: Any) -> None:
+def command(path: str | None, ray_address: str | None, **flags: Any) -> None:
     """Serve the checkpoint in folder PATH over HTTP. Without PATH, serve the embedded checkpoint.
 
     PATH may also be the name of a repository on the Hugging Face Hub, such as Qwen/Qwen2-VL-2B-Instruct.
@@ -38,7 +37,7 @@ def command(path: Path | None, ray_address: str | None, **flags: Any) -> None:
     You can also set each option in the environment, as MINDIE_MM_<OPTION>, or in the file of --config. When the service
     starts, it logs the settings that are not at their default, and where they come from.
     """
-    configuration = with_local_model(configured(path, flags).for_service())
+    configuration = with_local_model(with_model_id(configured(path, flags).for_service(), path))
     with stderr_without_waiting():
         _serve(configuration, ray_address)
 

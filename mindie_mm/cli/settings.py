@@ -136,7 +136,7 @@ def _field_docs(cls: type[Any]) -> dict[str, str]:
     return docs
 
 
-def configured(path: Path | None, flags: Mapping[str, Any]) -> Configuration:
+def configured(path: Path | str | None, flags: Mapping[str, Any]) -> Configuration:
     """Return the settings. Given `flags` override the environment, which overrides the file of --config.
 
     Raises:
@@ -145,4 +145,4 @@ def configured(path: Path | None, flags: Mapping[str, Any]) -> Configuration:
     """
     given = dict(flags)
     file = given.pop("config", None)
-    return configuration(given | {"model": path}, file)
+    return configuration(given | {"model": None if path is None else Path(path)}, file)

@@ -17,7 +17,7 @@ from mindie_mm.models import family_of, name_of, reading, unknown_keys
 from mindie_mm.nn.checkpoint.config_only import ConfigOnly
 from mindie_mm.nn.checkpoint.hub import checkpoint_name
 from mindie_mm.nn.checkpoint.missing_files import listed, missing_files
-from mindie_mm.nn.checkpoint.resolved import context_length
+from mindie_mm.nn.checkpoint.resolved import positions_of
 from mindie_mm.nn.family import Family, PretrainedFamily, Processor
 from mindie_mm.nn.weights.build import check_quantized
 from mindie_mm.nn.weights.dequantize import scaling
@@ -116,17 +116,10 @@ def _quantization(checkpoint: ConfigOnly, family: type[Family]) -> Finding:
 
 def _context(checkpoint: ConfigOnly, config: Any) -> Finding:
     """Return a finding about the context. `config` is transformers' configuration, or None if there is none."""
-    positions = checkpoint.stated_anywhere("max_position_embeddings") if config is None else _positions(config)
+    positions = checkpoint.stated_anywhere("max_position_embeddings") if config is None else positions_of(config)
     if positions is None:
         return Finding("context", "warning", "unknown: config.json does not state max_position_embeddings")
     return Finding("context", "ok", f"{positions} tokens")
-
-
-def _positions(config: Any) -> int | None:
-    text = config.get_text_config()
-    if not hasattr(text, "max_position_embeddings"):  # a decoder of an encoder-decoder has another name for it
-        return getattr(text, "max_target_positions", None)
-    return context_length(text)
 
 
 def _weights(checkpoint: ConfigOnly, engine: EngineConfig, elsewhere: int | None) -> Finding:

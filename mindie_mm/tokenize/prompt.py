@@ -107,6 +107,8 @@ class PlannedPrompt:
     """int64 [T]. Each feature of a media item has a placeholder id. There are no handle words."""
     spans: tuple[PlannedSpan, ...] = ()
     """Spans of the media items, in order. They do not overlap."""
+    first_item: int = 0
+    """Number of media items that were truncated in front of the first span."""
 
     def __len__(self) -> int:
         return len(self.ids)

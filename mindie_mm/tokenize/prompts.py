@@ -24,6 +24,7 @@ from mindie_mm.models import family_of, reading
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, Processor
 from mindie_mm.processes import faults
+from mindie_mm.processes.alone import gather_in_order
 from mindie_mm.processes.tasks import in_thread, task_group
 from mindie_mm.tokenize.documents import Pages
 from mindie_mm.tokenize.media_stage import MediaStage, RequestMedia
@@ -145,14 +146,9 @@ class Prompts:
         """
         requests = await self._with_pages(requests)
         with closing(RequestMedia(self.stage, requests[0].options.domain)) as media:
-            prompts, items = await self._planned(requests, media)
-            planned = iter(items)
             return [
-                PlannedPrompt(
-                    prompt.ids,
-                    tuple([await _planned_span(media, prompt, span, next(planned)) for span in prompt.spans]),
-                )
-                for prompt in prompts
+                PlannedPrompt(prompt.ids, await _planned_spans(media, prompt, planned[left]), left.start)
+                for prompt, planned, left in await self._planned(requests, media)
             ]
 
     async def _with_pages(self, requests: Sequence[TokenizeRequest]) -> list[TokenizeRequest]:
@@ -195,27 +191,27 @@ class Prompts:
 
     async def _make(self, requests: Sequence[TokenizeRequest]) -> list[Prompt]:
         with closing(RequestMedia(self.stage, requests[0].options.domain)) as media:
-            prompts, items = await self._planned(requests, media)
+            made = await self._planned(requests, media)
+            prompts = [prompt for prompt, _, _ in made]
+            items = [item for _, planned, left in made for item in planned[left]]
             faults.point("planned")
             path_file = requests[0].path_file
             return await media.fill(prompts, items, Path(path_file) if path_file else None)
 
     async def _planned(
         self, requests: Sequence[TokenizeRequest], media: RequestMedia
-    ) -> tuple[list[Prompt], list[PlannedItem]]:
-        """Return the prompts without handle words, and the items of their spans."""
-        prompts: list[Prompt] = []
-        kept: list[PlannedItem] = []
+    ) -> list[tuple[Prompt, list[PlannedItem], slice]]:
+        """Return each prompt without handle words, its items, and the slice of the items that its spans stand for."""
+        made: list[tuple[Prompt, list[PlannedItem], slice]] = []
         alone = requests[0].options.like_vllm and self._processor.traits.alone_in_vllm
         salted = [(request.media, request.options.cache_salt) for request in requests]
         all_planned = await media.plan(salted, alone=alone)
         for request, planned in zip(requests, all_planned, strict=True):
-            if prompts:
+            if made:
                 await asyncio.sleep(0)  # encoding many long texts without a pause would delay other requests
             prompt, left = _fitted(self._whole(request, planned), request.options)
-            prompts.append(prompt)
-            kept += planned[left]
-        return prompts, kept
+            made.append((prompt, planned, left))
+        return made
 
     def _whole(self, request: TokenizeRequest, planned: Sequence[PlannedItem]) -> Prompt:
         """Return the prompt of `request` with the planned media, before it is cut and without handle words."""
@@ -365,7 +361,13 @@ class Prompts:
         return markers, texts
 
 
-async def _planned_span(media: RequestMedia, prompt: Prompt, span: MediaSpan, item: PlannedItem) -> PlannedSpan:
+async def _planned_spans(media: RequestMedia, prompt: Prompt, items: Sequence[PlannedItem]) -> tuple[PlannedSpan, ...]:
+    digests = await gather_in_order([media.digest(item) for item in items])
+    spans = zip(prompt.spans, items, digests, strict=True)
+    return tuple(_planned_span(prompt, span, item, digest) for span, item, digest in spans)
+
+
+def _planned_span(prompt: Prompt, span: MediaSpan, item: PlannedItem, digest: bytes) -> PlannedSpan:
     placeholder = item.placeholder
     ahead = prompt.ids[span.start - span.lead : span.start][: len(placeholder.before)]
     behind = prompt.ids[span.stop : span.stop + span.tail][-len(placeholder.after) :] if placeholder.after else ()
@@ -373,7 +375,7 @@ async def _planned_span(media: RequestMedia, prompt: Prompt, span: MediaSpan, it
         *msgspec.structs.astuple(span),
         num_features=item.plan.num_features,
         num_bytes=sum(spec.nbytes for spec in item.plan.specs.values()),
-        digest=await media.digest(item),
+        digest=digest,
         is_rgb=item.plan.is_rgb,
         written_lead=span.lead - (len(ahead) if tuple(ahead) == placeholder.before else 0),
         written_tail=span.tail - (len(behind) if tuple(behind) == placeholder.after else 0),

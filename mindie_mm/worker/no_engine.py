@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Self
 
 from mindie_mm.engine.requests.default_sampling import default_sampling
 from mindie_mm.engine.requests.engine_messages import Features, Progress, Ready
 from mindie_mm.errors import InputError, UnsupportedCheckpoint
-from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.models import family_of, reading
+from mindie_mm.nn.checkpoint.config_only import ConfigOnly
+from mindie_mm.nn.checkpoint.resolved import positions_of
+from mindie_mm.nn.family import PretrainedFamily
 from mindie_mm.processes.restarts import Restarts
 from mindie_mm.settings.config import WorkerConfig
 from mindie_mm.tokenize.text.detokenizer import load_tokenizer
-
-_TEXT_SECTIONS = ("text_config", "llm_config", "language_config", "thinker_config")
-"""Sections of config.json that describe a text model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class NoEngine:
     """An engine that does not exist. It has the sizes that prompts are checked against, but answers no prompts."""
 
     info: Ready
-    """Sizes as config.json states them."""
+    """Sizes that an engine would have if its memory sufficed for the whole context."""
     engines: Sequence[NoReturn] = ()
     num_alive: int = 0
     restarts: Restarts = field(default_factory=lambda: Restarts(0, 0))
@@ -33,21 +33,22 @@ class NoEngine:
         """Read the sizes of a checkpoint.
 
         Raises:
-            UnsupportedCheckpoint: config.json does not state a size, or generation_config.json is invalid.
+            UnsupportedCheckpoint: The checkpoint is not supported, does not state a size, or has an invalid
+                generation_config.json.
             InputError: `config.generation_config` is not valid.
 
         """
-        checkpoint = Checkpoint.open(config.model)
-        vocab_size = _stated(checkpoint.config, "vocab_size")
+        checkpoint = ConfigOnly.open(config.model)
+        vocab_size, positions, is_seq2seq = _sizes(checkpoint, config.family)
         if vocab_size is None:
             vocab_size = load_tokenizer(checkpoint, config.family, ()).get_vocab_size()
-        length = config.engine.max_model_len or _stated(checkpoint.config, "max_position_embeddings")
-        if length is None:
+        if (limits := [limit for limit in (config.engine.max_model_len, positions) if limit]) == []:
             raise UnsupportedCheckpoint("config.json does not state max_position_embeddings; set --max-model-len")
         return cls(
             Ready(
                 vocab_size=vocab_size,
-                max_model_len=length,
+                max_model_len=min(limits),
+                max_output_len=min(limits) if is_seq2seq else None,
                 device="no device",
                 dtype="no data type",
                 kv_cache_tokens=0,
@@ -83,14 +84,17 @@ class NoEngine:
         raise _refusal()
 
 
-def _stated(config: Mapping[str, Any], name: str) -> int | None:
-    """Return the number that config.json states for the text model, or None."""
-    for section in (config, *(config.get(key) for key in _TEXT_SECTIONS)):
-        if isinstance(section, Mapping):
-            value = section.get(name, _stated(section, name) if section is not config else None)
-            if isinstance(value, int):
-                return value
-    return None
+def _sizes(checkpoint: ConfigOnly, family_name: str | None) -> tuple[int | None, int | None, bool]:
+    """Return the sizes of the vocabulary and of the context, and whether the model is an encoder-decoder."""
+    family = family_of(checkpoint, family_name)
+    if not issubclass(family, PretrainedFamily):
+        stated = checkpoint.stated_anywhere
+        return stated("vocab_size"), stated("max_position_embeddings"), False
+    with reading(checkpoint, family):
+        config = family.configuration(family.translated(checkpoint))
+        text = config.get_text_config()
+        is_seq2seq = bool(config.is_encoder_decoder or text.is_encoder_decoder)
+        return text.vocab_size, positions_of(config), is_seq2seq
 
 
 def _refusal() -> InputError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from typing_extensions import TypedDict
@@ -17,6 +17,7 @@ from mindie_mm.settings.config import Colour
 from mindie_mm.tokenize.prompt import PlannedPrompt, PlannedSpan
 from mindie_mm.tokenize.requests import TokenizeRequest
 from service.render.media_hash import FileContent, has_options, media_hash
+from service.schemas.openai_answers import json_of
 
 
 class PlaceholderRange(TypedDict):
@@ -40,7 +41,7 @@ class GenerateRequest(TypedDict):
     """A prompt and its settings, with the fields of vLLM's GenerateRequest."""
 
     request_id: str
-    token_ids: list[int]
+    token_ids: Annotated[msgspec.Raw, json_of(list[int])]
     token_offsets: None
     features: Features | None
     """Media of the prompt, or null for a text."""
@@ -60,18 +61,19 @@ class GenerateRequest(TypedDict):
     ec_transfer_params: None
 
 
-_NOT_SENT = frozenset({"cut_max_tokens", "bad_token_ids", "priority", "cache_salt", "json_schema", "pooling"})
+_NOT_SENT = frozenset({"cut_max_tokens", "bad_token_ids", "priority", "cache_salt", "json_schema", "pooling", "lora"})
 """Fields of `SamplingParams` that vLLM's class does not have, or that are fields of the request."""
 _NEUTRAL = msgspec.to_builtins(SamplingParams(), str_keys=True)
 
 
-def sampling_params(params: SamplingParams, room: int, n: int) -> dict[str, Any]:
+def sampling_params(params: SamplingParams, bad_words: Sequence[str] | None, room: int, n: int) -> dict[str, Any]:
     """Return sampling parameters for vLLM.
 
     vLLM leaves `max_tokens` out if it equals its default, 16, and then fills the context. It is therefore always given.
 
     Args:
-        params: Parameters of the request.
+        params: Parameters of the request. Their `bad_token_ids` contain the tokens of `bad_words`.
+        bad_words: Words of the request that must not be generated.
         room: Number of tokens that the context leaves for an answer.
         n: Number of choices.
 
@@ -81,6 +83,8 @@ def sampling_params(params: SamplingParams, room: int, n: int) -> dict[str, Any]
     if (structure := params.structured_outputs) is not None:
         value = getattr(structure, structure.kind)
         changed["structured_outputs"] = {structure.kind: value}
+    if bad_words:
+        changed["bad_words"] = [*bad_words]
     if n > 1:
         changed["n"] = n
     return {**changed, "max_tokens": room if params.max_tokens is None else min(params.max_tokens, room)}
@@ -122,13 +126,17 @@ class Hashing:
         return media_hash(kind, content, self.model_id, options)
 
 
-def features(plan: PlannedPrompt, media: Sequence[Media], files: Sequence[Paths], hashing: Hashing) -> Features | None:
-    """Return the features of a planned prompt without the items' tensors, or None if it has no media."""
+def features(plan: PlannedPrompt, media: Sequence[tuple[Media, Paths]], hashing: Hashing) -> Features | None:
+    """Return the features of a planned prompt without the items' tensors, or None if it has no media.
+
+    `media` are the items of the prompt before it was truncated, with their files.
+    """
     if not plan.spans:
         return None
     hashes: dict[str, list[str]] = {}
     ranges: dict[str, list[PlaceholderRange]] = {}
-    for span, item, file in zip(plan.spans, media, files, strict=True):
+    own = media[plan.first_item : plan.first_item + len(plan.spans)]
+    for span, (item, file) in zip(plan.spans, own, strict=True):
         start, stop = span.start - span.written_lead, span.stop + span.written_tail
         hashes.setdefault(span.kind, []).append(hashing.hash_of(span, item, file))
         ranges.setdefault(span.kind, []).append({"offset": start, "length": stop - start})

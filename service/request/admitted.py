@@ -105,6 +105,7 @@ class WholeAnswer(Admitted):
     async def _answer(self, send: Callable[[bytes], Awaitable[None]]) -> bytes:
         made = await self._make()
         body = made.encode() if isinstance(made, str) else msgspec.json.encode(made)
+        del made  # while the body is sent, which takes long to a slow client
         self.headers["content-length"] = str(len(body))
         if len(body) <= _PIECE_BYTES:
             return body

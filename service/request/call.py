@@ -16,6 +16,7 @@ from mindie_mm.engine.requests.engine_messages import TokenLogprob
 from mindie_mm.engine.requests.sampling_params import ALL_TOKENS, MAX_LOGPROBS, SamplingParams
 from mindie_mm.errors import (
     BadReference,
+    ContextLengthExceeded,
     FeatureCountMismatch,
     InputError,
     LimitExceeded,
@@ -178,6 +179,27 @@ class Call(OutputRules):
                 yield sources
             except (BadReference, FeatureCountMismatch) as error:  # of the client's own handles
                 raise InputError(f"a handle of the prompt cannot be used: {error}", param=field) from error
+
+    async def plans_of_ids(
+        self, given: Sequence[Sequence[int]], cut: PromptOptions, *, field: str = "prompt"
+    ) -> Made[PlannedPrompt]:
+        """Return the plans for token ids that a client sent, truncated as `cut` specifies.
+
+        Raises:
+            InputError: An id is not in the vocabulary, or the structured output is not supported.
+            ContextLengthExceeded: A prompt is too long.
+
+        """
+        await self.check_structure()
+        worker = self.service.worker
+        room, context = worker.prompt_room(self.params), worker.engine.info.max_model_len
+        kept = [self._cut(ids, cut) for ids in given]
+        if (longest := max(map(len, kept))) > room:
+            message = f"the prompt has {longest} tokens; with the output tokens of the request, the limit is {room}"
+            with blaming(field):
+                raise ContextLengthExceeded.of(context, message)
+        plans = [PlannedPrompt(prompt_of_ids(self.service, ids, field).ids) for ids in kept]
+        return Made(plans, [[] for _ in plans])
 
     def _cut(self, ids: Sequence[int], options: PromptOptions) -> Sequence[int]:
         """Return `ids`, truncated to `options.cut_to` tokens."""

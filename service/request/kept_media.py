@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from cachetools import LRUCache
@@ -63,7 +64,7 @@ class KeptMedia:
             if media.source is not None:
                 return media
             with naming(f"media item {index} ({media.kind})"):
-                return msgspec.structs.replace(media, source=self._data(media, owner, salt, index_in_kind), uuid=None)
+                return msgspec.structs.replace(media, source=self._data(media, owner, salt, index_in_kind))
 
         return messages_with_media(messages, with_data)
 
@@ -71,10 +72,10 @@ class KeptMedia:
         """Keep the items that have a `uuid`. `paths` has the files of each item.
 
         `owner` and `salt` have the same meaning as in `filled`. An item larger than `max_bytes` is not kept, but
-        the earlier item with the same `uuid` is removed.
+        the earlier item with the same `uuid` is removed. Items whose data `filled` has added are kept already.
         """
         for item, files in zip(media, paths, strict=True):
-            if item.uuid is None or not self._max_bytes:
+            if item.uuid is None or not self._max_bytes or _is_data(item.source):
                 continue
             data = await in_thread(partial(_read, files, self._max_bytes))
             self._put(_key(item, owner, salt), data)
@@ -106,6 +107,11 @@ def _key(media: Media, owner: bytes, salt: str) -> bytes:
     assert media.uuid is not None
     parts = [owner.hex(), "embeddings" if media.is_embeddings else "", media.kind, media.uuid]
     return salted(salt).update("\0".join(parts).encode()).digest()
+
+
+def _is_data(source: Any) -> bool:
+    """Return whether the source of an item is kept data. Clients send JSON, which has no bytes."""
+    return isinstance(source[0] if isinstance(source, tuple) else source, bytes)
 
 
 def _size(data: _Data) -> int:

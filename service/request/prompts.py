@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -52,13 +53,11 @@ Parse = Callable[[], TokenizeRequest]
 
 @dataclass(frozen=True, slots=True)
 class Made(Generic[Result]):
-    """The results for the prompts of one HTTP request, and the media of all prompts together."""
+    """The results for the prompts of one HTTP request, and their media."""
 
     results: list[Result]
-    media: list[Media]
-    """Media items as the client sent them, in order."""
-    files: list[Paths]
-    """Files of the media items in the spool."""
+    media: list[list[tuple[Media, Paths]]]
+    """Media items of each prompt as the client sent them, in order, with their files in the spool."""
 
 
 @asynccontextmanager
@@ -122,7 +121,8 @@ async def spooled_prompts(
         service.metrics.tokenize_s.observe(elapsed_s)
         if (trace := tracing.current.get()) is not None:
             trace.tokenized(started, clock.fetch_s, clock.preprocess_s)
-        yield Made(results, media, spooled)
+        sent = iter(zip(media, spooled, strict=True))
+        yield Made(results, [[*islice(sent, len(request.media))] for request in requests])
 
 
 @contextmanager

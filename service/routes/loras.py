@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
 from pydantic import Field
@@ -55,10 +55,12 @@ async def _allowed(request: Request, service: ServiceDep) -> Path:
     return root
 
 
+_DONE: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
+"""Response that says what was done. Errors are JSON, as on all routes."""
 RootDep = Annotated[Path, Depends(_allowed)]
 
 
-@router.post(LOAD_LORA, response_class=PlainTextResponse)
+@router.post(LOAD_LORA, responses=_DONE)
 async def load(body: LoadBody, root: RootDep, service: ServiceDep) -> Response:
     """Load a LoRA adapter. It is read completely, or not loaded at all.
 
@@ -73,7 +75,7 @@ async def load(body: LoadBody, root: RootDep, service: ServiceDep) -> Response:
     return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
 
-@router.post(UNLOAD_LORA, response_class=PlainTextResponse)
+@router.post(UNLOAD_LORA, responses=_DONE)
 async def unload(body: UnloadBody, root: RootDep, service: ServiceDep) -> Response:
     """Remove a LoRA adapter. Its running requests finish.
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
+import msgspec
 from fastapi import APIRouter
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from mindie_mm.errors import InputError, LimitExceeded
+from mindie_mm.inputs import Media, Paths
 from mindie_mm.processes.tasks import in_thread
 from mindie_mm.tokenize.prompt import PlannedPrompt
 from mindie_mm.tokenize.requests import TokenizeRequest
@@ -18,7 +21,7 @@ from service.render.answer import GenerateRequest, Hashing, features, like_vllm,
 from service.request.admitted import WholeAnswer
 from service.request.call import Call
 from service.request.incoming import Incoming, IncomingDep
-from service.request.prompts import Made, Parse, prompt_of_ids
+from service.request.prompts import Made, Parse
 from service.request.stored_files import with_stored_files
 from service.routes.chat import chat_of
 from service.schemas.description import answered
@@ -86,8 +89,8 @@ async def render_completion(body: RenderCompletionBody, incoming: IncomingDep) -
         rendering = _Rendering.of(call, body, body.mm_payload)
         texts = [text for text in given if isinstance(text, str)]
         if len(texts) < len(given):
-            prompts = [prompt_of_ids(call.service, ids, "prompt") for ids in given if not isinstance(ids, str)]
-            return await rendering.rendered(Made([PlannedPrompt(prompt.ids) for prompt in prompts], [], []))
+            ids = [ids for ids in given if not isinstance(ids, str)]
+            return await rendering.rendered(await call.plans_of_ids(ids, options))
         async with call.plans([rendering.parse(partial(request, text)) for text in texts]) as made:
             return await rendering.rendered(made)
 
@@ -114,38 +117,35 @@ class _Rendering:
     def parse(self, parse: Parse) -> Parse:
         """Return the function that parses a prompt as the servers that get the answer would."""
         like = like_vllm if self.call.service.config.like == "vllm" else _unchanged
-        return lambda: like(require_no_pages(parse()))
+        return lambda: like(require_no_pages(self._without_tensors(parse())))
 
-    async def rendered(self, made: Made[PlannedPrompt]) -> list[GenerateRequest]:
-        """Return the answers for planned prompts.
-
-        Raise InputError if a prompt has media whose tensors are requested.
-        """
-        if made.media and self.payload == "tensors":
+    def _without_tensors(self, request: TokenizeRequest) -> TokenizeRequest:
+        """Return the prompt. Raise InputError if it has media whose tensors are requested."""
+        if request.media and self.payload == "tensors":
             raise InputError(
                 "mm_payload is tensors, which is not supported; set mm_payload to none", param="mm_payload"
             )
-        media, files = iter(made.media), iter(made.files)
-        several = len(made.results) > 1
-        answers = []
-        for index, plan in enumerate(made.results):
-            own = [(next(media), next(files)) for _ in plan.spans]
-            items, paths = [item for item, _ in own], [file for _, file in own]
-            found = await in_thread(partial(features, plan, items, paths, self.hashing))
-            suffix = f"-{index}" if several else ""
-            answers.append(self._answer(plan, found, suffix))
-        return answers
+        return request
 
-    def _answer(self, plan: PlannedPrompt, found: Any, suffix: str) -> GenerateRequest:
+    async def rendered(self, made: Made[PlannedPrompt]) -> list[GenerateRequest]:
+        """Return the answers for planned prompts."""
+        several = len(made.results) > 1
+        return [
+            await in_thread(partial(self._answer, plan, media, f"-{index}" if several else ""))
+            for index, (plan, media) in enumerate(zip(made.results, made.media, strict=True))
+        ]
+
+    def _answer(self, plan: PlannedPrompt, media: Sequence[tuple[Media, Paths]], suffix: str) -> GenerateRequest:
         call, body = self.call, self.body
-        room = call.service.worker.engine.info.max_model_len - len(plan)
+        info = call.service.worker.engine.info
+        room = info.max_model_len - len(plan) if info.max_output_len is None else info.max_output_len
         return {
             "request_id": call.id + suffix,
-            "token_ids": plan.ids.tolist(),
+            "token_ids": msgspec.Raw(msgspec.json.encode(plan.ids.tolist())),
             "token_offsets": None,
-            "features": found,
+            "features": features(plan, media, self.hashing),
             "content_parts": None,
-            "sampling_params": sampling_params(call.params, room, call.n),
+            "sampling_params": sampling_params(call.params, body.bad_words, room, call.n),
             "model": body.model,
             "reasoning_ended": None,
             "reasoning_parser_kwargs": None,

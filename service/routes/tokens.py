@@ -16,7 +16,7 @@ from mindie_mm.tokenize.requests import TokenizeRequest
 from service.http.json_response import JSONResponse
 from service.request.admitted import WholeAnswer
 from service.request.incoming import Incoming, IncomingDep
-from service.request.prompts import PromptReader, prompt_of_ids, prompts
+from service.request.prompts import Parse, PromptReader, prompt_of_ids, prompts, spooled_prompts
 from service.request.state import ServiceDep
 from service.routes.infer import Inputs
 from service.schemas.body import Array, Body, CacheSalt, NotServed, Templated, TokenIds
@@ -173,8 +173,7 @@ def tokenizing(body: TokenizeBody, incoming: Incoming) -> Callable[[], Awaitable
         )
 
     async def answer() -> TokenizeAnswer:
-        async with prompts(service, [parse], incoming.clock, incoming.owner, body.prompt_field) as (source,):
-            ids: list[int] = source.prompt.plain_ids.tolist()
+        ids = await _ids_of(parse, body.prompt_field, incoming)
         return {
             "count": len(ids),
             "max_model_len": service.worker.engine.info.max_model_len,
@@ -183,6 +182,19 @@ def tokenizing(body: TokenizeBody, incoming: Incoming) -> Callable[[], Awaitable
         }
 
     return answer
+
+
+async def _ids_of(parse: Parse, field: str | None, incoming: Incoming) -> list[int]:
+    service = incoming.service
+    given = service, [parse], incoming.clock, incoming.owner, field
+    if service.worker.only_plans:  # its arena has no room for media
+        async with spooled_prompts(*given, service.worker.plan) as made:
+            (plan,) = made.results
+            ids: list[int] = plan.ids.tolist()
+    else:
+        async with prompts(*given) as (source,):
+            ids = source.prompt.plain_ids.tolist()
+    return ids
 
 
 class TokenizerInfo(TypedDict):

@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from mindie_mm.cli import render, serve
+from mindie_mm.cli.hub import with_model_id
+from mindie_mm.cli.settings import configured
 from mindie_mm.nn.checkpoint.directory import EMBEDDED
 from tests.cli.shell import BIN, TIMEOUT_S, run
 from tests.hub_server import Hub, running_hub
@@ -25,6 +28,17 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
         monkeypatch.chdir(tmp_path)
         yield hub
+
+
+def test_the_model_id_is_the_model_as_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ckpt").mkdir()
+    for command in (render.command, serve.command):
+        for argument in ("./ckpt/", NAME):
+            path = command.make_context("", [argument]).params["path"]
+            assert with_model_id(configured(path, {}), path).service.model_id == argument
+    monkeypatch.setenv("MINDIE_MM_MODEL", NAME)
+    assert with_model_id(configured(None, {}), None).service.model_id == NAME
 
 
 @pytest.mark.slow

@@ -231,7 +231,7 @@ def test_the_number_of_kept_items_is_limited(tmp_path: Path, monkeypatch: pytest
     asyncio.run(kept.keep(media, [tmp_path / "file"] * 4, b"owner", ""))
     assert (len(kept), kept.num_bytes) == (3, 12)
     found = media_of_messages(kept.filled(chat_of("b", "c", "d"), b"owner", ""))
-    assert [(item.source, item.uuid) for item in found] == [(b"data", None)] * 3
+    assert [(item.source, item.uuid) for item in found] == [(b"data", name) for name in "bcd"]
     with pytest.raises(InputError, match="no data are kept for the uuid 'a'"):
         kept.filled(chat_of("a"), b"owner", "")
 

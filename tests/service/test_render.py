@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import io
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,11 @@ import httpx2
 import pytest
 from PIL import Image
 
-from tests.service.conftest import MiB
+from mindie_mm.settings.config import EngineConfig, WorkerConfig
+from mindie_mm.worker.no_engine import NoEngine
+from tests.service.conftest import TINY, MiB
 from tests.warm import running_service
+from tools.demo import data_url, picture
 from tools.serving import RunningService
 
 SETTINGS = {
@@ -29,12 +34,15 @@ SETTINGS = {
 def renderer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
     """Yield a running `mindie-mm render`."""
     folder = tmp_path_factory.mktemp("render")
-    given = SETTINGS | {"spool": folder / "spool", "arena_bytes": MiB}
-    with running_service(given, folder / "log", command="render") as running:
+    given = SETTINGS | {"spool": folder / "spool"}
+    files = folder / "files"
+    environment = {"MINDIE_MM_FILES_PATH": str(files)}
+    with running_service(given, folder / "log", command="render", environment=environment) as running:
         yield running
         assert running.shm()["blocks"] == 0
         assert running.stop() == 0, running.log.read_text()[-2000:]
     assert not [*(folder / "spool").iterdir()], "request directories are left"
+    assert not files.exists(), "the folder of batches belongs to services with engines"
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +126,60 @@ def test_a_file_that_is_broken_behind_its_header_is_rendered(render: httpx2.Clie
     one, other = (none(render, chat(url)) for url in urls)
     assert one["token_ids"] == other["token_ids"]
     assert one["features"]["mm_hashes"] != other["features"]["mm_hashes"]
+
+
+def test_token_ids_are_limited_like_texts(render: httpx2.Client) -> None:
+    def post(prompt: Any, **fields: Any) -> httpx2.Response:
+        return render.post("/v1/completions/render", json={"prompt": prompt, **fields})
+
+    (cut,) = post([1, 2, 3, 4], truncate_prompt_tokens=2).json()
+    assert cut["token_ids"] == [3, 4]
+    (fitted,) = post([5] * 3000, truncate_prompt_tokens=-1, max_tokens=48).json()
+    assert (len(fitted["token_ids"]), fitted["sampling_params"]["max_tokens"]) == (2000, 48)
+    for prompt, fields, message in (
+        ([5] * 3000, {}, "maximum context length is 2048"),
+        ([5] * 2047, {"max_tokens": 2}, "maximum context length is 2048"),
+        ([5], {"structured_outputs": {"regex": "("}}, "not supported"),
+    ):
+        answer = post(prompt, **fields)
+        assert (answer.status_code, message in answer.json()["error"]["message"]) == (400, True), answer.text
+
+
+def test_hashes_are_those_of_the_images_that_truncation_leaves(render: httpx2.Client, red_square: str) -> None:
+    blue = data_url(picture("blue", (40, 60, 220), "circle", x=0.5))
+    whole = none(render, chat(red_square, blue))
+    last = whole["features"]["mm_placeholders"]["image"][1]
+    num_kept = len(whole["token_ids"]) - last["offset"] + 1
+    for side, kept, number in (("left", 1, num_kept), ("right", 0, last["offset"] - 1)):
+        cut = none(render, chat(red_square, blue, truncate_prompt_tokens=number, truncation_side=side))
+        assert cut["features"]["mm_hashes"]["image"] == [whole["features"]["mm_hashes"]["image"][kept]], side
+
+
+def test_a_uuid_without_data_has_the_hash_of_its_first_request(render: httpx2.Client, red_square: str) -> None:
+    body = chat(red_square)
+    part = body["messages"][0]["content"][0]
+    part["uuid"] = "red"
+    first = none(render, body)
+    part["image_url"] = None
+    assert none(render, body)["features"] == first["features"]
+    assert first["features"]["mm_hashes"]["image"] == ["red"]
+
+
+def test_bad_words_are_sent_as_words(render: httpx2.Client) -> None:
+    sent = none(render, chat(bad_words=["red"], max_tokens=1))["sampling_params"]
+    assert sent == {"bad_words": ["red"], "max_tokens": 1}
+
+
+def test_the_context_is_that_of_the_engine(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    shutil.copytree(TINY, tmp_path / "tiny")
+    config = json.loads((TINY / "config.json").read_text())
+    for changes, own, expected in (({}, 0, 4096), (yarn, 0, 4096), (yarn | {"factor": 8.0}, 0, 8192), ({}, 100, 100)):
+        text = config["text_config"]
+        changed = config | {"text_config": text | {"rope_scaling": text["rope_scaling"] | changes}}
+        (tmp_path / "tiny/config.json").write_text(json.dumps(changed))
+        engine = NoEngine.of(WorkerConfig(model=tmp_path / "tiny", engine=EngineConfig(max_model_len=own or None)))
+        assert (engine.info.max_model_len, engine.info.max_output_len) == (expected, None), changes
 
 
 def test_only_routes_without_a_model_are_served(render: httpx2.Client, renderer: RunningService) -> None:

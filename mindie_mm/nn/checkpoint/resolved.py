@@ -153,3 +153,11 @@ def context_length(text: Any) -> int:
     if rope["rope_type"] == "yarn":
         positions = rope.get("original_max_position_embeddings") or positions
     return int(positions * rope["factor"])
+
+
+def positions_of(config: Any) -> int | None:
+    """Return the maximum number of positions of transformers' configuration of a whole model, or None if unknown."""
+    text = config.get_text_config()
+    if not hasattr(text, "max_position_embeddings"):  # a decoder of an encoder-decoder has another name for it
+        return getattr(text, "max_target_positions", getattr(text, "n_positions", None))
+    return context_length(text)

@@ -77,6 +77,7 @@ class SentPlan(msgspec.Struct, frozen=True, array_like=True):
     ids: bytes
     """Token ids as int64 in native byte order."""
     spans: tuple[PlannedSpan, ...]
+    first_item: int
 
 
 class Planned(msgspec.Struct, frozen=True, array_like=True, tag="planned"):
@@ -87,12 +88,12 @@ class Planned(msgspec.Struct, frozen=True, array_like=True, tag="planned"):
 
     def prompts(self) -> list[PlannedPrompt]:
         """Decode the prompts."""
-        return [PlannedPrompt(np.frombuffer(one.ids, np.int64), one.spans) for one in self.sent]
+        return [PlannedPrompt(np.frombuffer(one.ids, np.int64), one.spans, one.first_item) for one in self.sent]
 
     @classmethod
     def of(cls, number: int, prompts: Sequence[PlannedPrompt]) -> Planned:
         """Create the reply with `prompts`."""
-        return cls(number, [SentPlan(prompt.ids.tobytes(), prompt.spans) for prompt in prompts])
+        return cls(number, [SentPlan(one.ids.tobytes(), one.spans, one.first_item) for one in prompts])
 
 
 class CutUp(msgspec.Struct, frozen=True, array_like=True, tag="cut_up"):
