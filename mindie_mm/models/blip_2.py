@@ -116,12 +116,22 @@ class Blip2(PretrainedFamily):
     other_keys = ("text_config.n_positions",)
 
     @classmethod
+    def longest_prompt(cls, checkpoint: Checkpoint) -> int | None:
+        if read_config("Blip2Config", checkpoint).use_decoder_only_language_model:
+            return super().longest_prompt(checkpoint)
+        return _t5_positions(checkpoint)
+
+    @classmethod
     def model(
         cls, checkpoint: Checkpoint, processor: Any, device: Device, dtype: torch.dtype
     ) -> Blip2Model | Blip2Seq2Seq:
         if read_config("Blip2Config", checkpoint).use_decoder_only_language_model:
             module, spec = load_pretrained(cls.module_class(), checkpoint, device, dtype)
             return Blip2Model(module, spec, processor)
-        longest = checkpoint.config["text_config"].get("n_positions", _T5_POSITIONS)
+        longest = _t5_positions(checkpoint)
         module, spec, rules = load_seq2seq(cls.module_class(), checkpoint, device, dtype, longest)
         return Blip2Seq2Seq(module, spec, rules, processor)
+
+
+def _t5_positions(checkpoint: Checkpoint) -> int:
+    return int(checkpoint.config["text_config"].get("n_positions", _T5_POSITIONS))

@@ -227,8 +227,13 @@ class Whisper(PretrainedFamily):
     other_keys = ("forced_decoder_ids",)  # the prompt's language and task replace these ids
 
     @classmethod
+    def longest_prompt(cls, checkpoint: Checkpoint) -> int:
+        config = cls.configuration(checkpoint)
+        return int(config.max_source_positions + config.max_target_positions)
+
+    @classmethod
     def model(cls, checkpoint: Checkpoint, processor: Any, device: Device, dtype: torch.dtype) -> WhisperModel:
-        longest = processor.num_features + processor.max_target
+        longest = cls.longest_prompt(checkpoint)
         module, spec, rules = load_seq2seq(cls.module_class(), checkpoint, device, dtype, longest)
         return WhisperModel(module, spec, rules, processor)
 

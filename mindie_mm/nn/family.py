@@ -21,7 +21,7 @@ from mindie_mm.device import Device
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image.encoded_image import Data
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.checkpoint.resolved import settle
+from mindie_mm.nn.checkpoint.resolved import positions_of, settle
 from mindie_mm.nn.checkpoint.unused_keys import original_keys, unused_keys
 from mindie_mm.nn.model import Model
 from mindie_mm.nn.model_inputs import ModelInputs
@@ -379,6 +379,14 @@ class PretrainedFamily(Family):
         config = cls.config_class().from_dict(deepcopy(dict(checkpoint.config)))  # it changes its argument
         settle(checkpoint, config, cls.default_theta)
         return config
+
+    @classmethod
+    def longest_prompt(cls, checkpoint: Checkpoint) -> int | None:
+        """Return the maximum number of tokens of a prompt, or None if config.json does not state it.
+
+        `checkpoint` is a checkpoint that `translated` returned.
+        """
+        return positions_of(cls.configuration(checkpoint))
 
     @classmethod
     def unknown_keys(cls, checkpoint: Checkpoint) -> list[str]:

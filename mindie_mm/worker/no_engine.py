@@ -11,7 +11,6 @@ from mindie_mm.engine.requests.engine_messages import Features, Progress, Ready
 from mindie_mm.errors import InputError, UnsupportedCheckpoint
 from mindie_mm.models import family_of, reading
 from mindie_mm.nn.checkpoint.config_only import ConfigOnly
-from mindie_mm.nn.checkpoint.resolved import positions_of
 from mindie_mm.nn.family import PretrainedFamily
 from mindie_mm.processes.restarts import Restarts
 from mindie_mm.settings.config import WorkerConfig
@@ -39,7 +38,7 @@ class NoEngine:
 
         """
         checkpoint = ConfigOnly.open(config.model)
-        vocab_size, positions, is_seq2seq = _sizes(checkpoint, config.family)
+        vocab_size, positions, longest_output = _sizes(checkpoint, config.family)
         if vocab_size is None:
             vocab_size = load_tokenizer(checkpoint, config.family, ()).get_vocab_size()
         if (limits := [limit for limit in (config.engine.max_model_len, positions) if limit]) == []:
@@ -48,7 +47,7 @@ class NoEngine:
             Ready(
                 vocab_size=vocab_size,
                 max_model_len=min(limits),
-                max_output_len=min(limits) if is_seq2seq else None,
+                max_output_len=longest_output and min(*limits, longest_output),
                 device="no device",
                 dtype="no data type",
                 kv_cache_tokens=0,
@@ -84,17 +83,20 @@ class NoEngine:
         raise _refusal()
 
 
-def _sizes(checkpoint: ConfigOnly, family_name: str | None) -> tuple[int | None, int | None, bool]:
-    """Return the sizes of the vocabulary and of the context, and whether the model is an encoder-decoder."""
+def _sizes(checkpoint: ConfigOnly, family_name: str | None) -> tuple[int | None, int | None, int | None]:
+    """Return the sizes of the vocabulary and of the context, and the longest answer of an encoder-decoder."""
     family = family_of(checkpoint, family_name)
     if not issubclass(family, PretrainedFamily):
         stated = checkpoint.stated_anywhere
-        return stated("vocab_size"), stated("max_position_embeddings"), False
+        return stated("vocab_size"), stated("max_position_embeddings"), None
     with reading(checkpoint, family):
-        config = family.configuration(family.translated(checkpoint))
+        translated = family.translated(checkpoint)
+        config, longest = family.configuration(translated), family.longest_prompt(translated)
         text = config.get_text_config()
-        is_seq2seq = bool(config.is_encoder_decoder or text.is_encoder_decoder)
-        return text.vocab_size, positions_of(config), is_seq2seq
+        if not (config.is_encoder_decoder or text.is_encoder_decoder):
+            return text.vocab_size, longest, None
+        targets = getattr(text, "max_target_positions", None)
+        return text.vocab_size, longest, longest if targets is None else targets - 1  # one is for the first token
 
 
 def _refusal() -> InputError:

@@ -21,6 +21,7 @@ from tests.warm import running_service
 from tools.demo import data_url, picture
 from tools.serving import RunningService
 
+PUBLISHED = Path(__file__).parents[1] / "published"
 SETTINGS = {
     "max_model_len": 2048,
     "max_request_bytes": 8 * MiB,
@@ -180,6 +181,15 @@ def test_the_context_is_that_of_the_engine(tmp_path: Path) -> None:
         (tmp_path / "tiny/config.json").write_text(json.dumps(changed))
         engine = NoEngine.of(WorkerConfig(model=tmp_path / "tiny", engine=EngineConfig(max_model_len=own or None)))
         assert (engine.info.max_model_len, engine.info.max_output_len) == (expected, None), changes
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [("gemma3_medgemma27b", (131072, None)), ("whisper_base", (1948, 447)), ("florence2_oracle", (1024, 1024))],
+)
+def test_the_context_of_published_checkpoints_is_known(name: str, sizes: tuple[int, int | None]) -> None:
+    engine = NoEngine.of(WorkerConfig(model=PUBLISHED / name, generation_config="vllm"))
+    assert (engine.info.max_model_len, engine.info.max_output_len) == sizes
 
 
 def test_only_routes_without_a_model_are_served(render: httpx2.Client, renderer: RunningService) -> None:

@@ -159,5 +159,5 @@ def positions_of(config: Any) -> int | None:
     """Return the maximum number of positions of transformers' configuration of a whole model, or None if unknown."""
     text = config.get_text_config()
     if not hasattr(text, "max_position_embeddings"):  # a decoder of an encoder-decoder has another name for it
-        return getattr(text, "max_target_positions", getattr(text, "n_positions", None))
+        return getattr(text, "max_target_positions", None)
     return context_length(text)
