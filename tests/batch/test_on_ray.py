@@ -99,8 +99,8 @@ def test_nodes_get_the_list_of_a_media_folder_from_the_driver(cluster, media, tm
         yield from pieces(path)
         aside[path] = path.rename(tmp_path / path.name)
 
-    def restored(*arguments: Any) -> Iterator[Any]:
-        yield from shards(*arguments)
+    def restored(*arguments: Any, **named: Any) -> Iterator[Any]:
+        yield from shards(*arguments, **named)
         for path, list_of_driver in aside.items():
             list_of_driver.replace(path)
 
