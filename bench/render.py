@@ -139,7 +139,7 @@ def main(arguments: Sequence[str] = ()) -> None:
     with tempfile.TemporaryDirectory(prefix="mindie_mm-bench-") as name, ExitStack() as stack:
         folder = Path(name)
         write_checkpoint(folder / MODEL, "wide")
-        settings = {"max_model_len": 8192, "any_model_name": True, "arena_bytes": 64 * MiB}
+        settings = {"max_model_len": 8192, "any_model_name": True}
         began = time.perf_counter()
         running = stack.enter_context(running_service(settings, folder / "log", folder / MODEL, command="render"))
         start_s = {"mindie_mm": round(time.perf_counter() - began, 1)}

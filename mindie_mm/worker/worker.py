@@ -420,7 +420,7 @@ async def _start_engines(
 ) -> Engine:
     source = config.generation_config
     if only_plans:
-        return NoEngine.of(config)
+        return await in_thread(partial(NoEngine.of, config))  # imports torch, while the tokenizer starts
     loras = [*config.lora_folders.values()] if config.serves_loras else None
     launch = partial(
         AsyncEngine.start, path, config.engine, config.family, end_token_ids, source, forks=forks, loras=loras
