@@ -105,6 +105,7 @@ def test_requests_that_cannot_be_rendered_are_refused(render: httpx2.Client, red
     broken = "data:image/png;base64," + base64.b64encode(b"no image").decode()
     for body, status, message in (
         (chat(red_square), 400, "mm_payload is tensors"),
+        (chat("http://127.0.0.1/a.png"), 400, "mm_payload is tensors"),  # before it is fetched
         (chat(red_square, mm_payload="all"), 400, "mm_payload"),
         (chat(broken, mm_payload="none"), 400, "media item 0 (image)"),
         (chat("http://127.0.0.1/a.png", mm_payload="none"), 400, "not public"),
