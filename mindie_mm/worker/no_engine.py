@@ -9,9 +9,7 @@ from typing import Any, NoReturn, Self
 from mindie_mm.engine.requests.default_sampling import default_sampling
 from mindie_mm.engine.requests.engine_messages import Features, Progress, Ready
 from mindie_mm.errors import InputError, UnsupportedCheckpoint
-from mindie_mm.models import family_of, reading
 from mindie_mm.nn.checkpoint.config_only import ConfigOnly
-from mindie_mm.nn.family import PretrainedFamily
 from mindie_mm.processes.restarts import Restarts
 from mindie_mm.settings.config import WorkerConfig
 from mindie_mm.tokenize.text.detokenizer import load_tokenizer
@@ -85,6 +83,10 @@ class NoEngine:
 
 def _sizes(checkpoint: ConfigOnly, family_name: str | None) -> tuple[int | None, int | None, int | None]:
     """Return the sizes of the vocabulary and of the context, and the longest answer of an encoder-decoder."""
+    # Imported late, because they import torch, which other services do not need in this process.
+    from mindie_mm.models import family_of, reading
+    from mindie_mm.nn.family import PretrainedFamily
+
     family = family_of(checkpoint, family_name)
     if not issubclass(family, PretrainedFamily):
         stated = checkpoint.stated_anywhere

@@ -50,9 +50,9 @@ def rendered(tokenizer: Tokenizer, body: dict[str, Any], model_id: str, folder: 
     opens_turn = body.get("add_generation_prompt", True)
     request = like_vllm(TokenizeRequest(messages=messages, add_generation_prompt=opens_turn))
     (plan,) = tokenizer.run(tokenizer.prompts.plan([request]))
-    files = [_file(media, folder / str(index)) for index, media in enumerate(request.media)]
+    media = [(item, _file(item, folder / str(index))) for index, item in enumerate(request.media)]
     hashing = Hashing.of(model_id, MediaCaps().rgba_background_color, *options)
-    return {"token_ids": plan.ids.tolist(), "features": features(plan, request.media, files, hashing)}
+    return {"token_ids": plan.ids.tolist(), "features": features(plan, media, hashing)}
 
 
 def _file(media: Media, path: Path) -> Path:
