@@ -43,6 +43,7 @@ def test_a_folder_that_is_no_adapter_is_reported_before_the_model_is_loaded(tmp_
     assert "has no adapter_config.json; give the folder that peft's save_pretrained has written" in ended.stderr
 
 
+@pytest.mark.slow
 def test_rows_are_answered_with_an_adapter_and_continued_only_with_the_same(folders, tmp_path):
     run = mindie_mm.tokenize_dataset([{"inputs": [{"text": "What?"}]}], tmp_path / "run", workers=1)
     config = WorkerConfig(engine=EngineConfig(device="cpu", dtype="float32"))
