@@ -124,6 +124,8 @@ class ResponseEvents:
         if text := delta.get("content"):
             self._begin("message", "msg", role="assistant", content=[])
             self._write(text, "output", _logprobs(logprobs))
+        elif self._open == "message" and not delta.get("tool_calls") and (likely := _logprobs(logprobs)):
+            self._write("", "output", likely)  # the token that ends an answer has no text
         for call in delta.get("tool_calls") or ():
             if "id" in call:
                 self._close()
@@ -298,7 +300,7 @@ def _usage(used: Usage) -> ResponseUsage:
 
 
 def _logprobs(logprobs: Mapping[str, Any] | None) -> list[Any]:
-    return [] if logprobs is None else msgspec.json.decode(logprobs["content"])
+    return [] if logprobs is None else msgspec.json.decode(logprobs["content"]) or []
 
 
 def _custom_input(arguments: str) -> str:
