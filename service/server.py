@@ -236,13 +236,12 @@ class _Server(uvicorn.Server):
         host, port = sockets[0].getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
         scheme = "http" if certificate is None else "https"
-        line = f"mindie_mm serves {self._service.model_name} at {scheme}://{host}:{port}"
+        worker = self._service.worker
+        what = "renders prompts of" if worker.only_plans else "serves"
+        line = f"mindie_mm {what} {self._service.model_name} at {scheme}://{host}:{port}"
         if self._settings.uds is not None:
             line += f" and on the socket {self._settings.uds}"
-        worker = self._service.worker
-        if worker.only_plans:
-            line = line.replace("serves", "renders prompts of", 1)
-        else:
+        if not worker.only_plans:
             info = worker.engine.info
             line += f" on {info.device} in {info.dtype}, with {info.free_bytes / GiB:.1f} GiB free"
         if note := demo_note(self._service.worker.config.model):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -76,13 +77,10 @@ class Runner:
         """
         uploads = Uploads(self._model.spec.device)
         blocks = [block for scheduled in step for block in self._begun(scheduled)]
-        adapted = any(scheduled.request.adapter is not None for scheduled in step)
-        if (
-            self._graphs is not None
-            and not adapted
-            and (logits := self._graphs.logits(step, earlier, blocks)) is not None
-        ):
-            return StepLogits(logits, logits[:0], [], [])
+        if self._graphs is not None and all(scheduled.request.adapter is None for scheduled in step):
+            logits = self._graphs.logits(step, earlier, blocks)
+            if logits is not None:
+                return StepLogits(logits, logits[:0], [], [])
         begun = uploads.add(np.array(blocks, np.int64))
         splices: list[Splice] = []
         sampled: list[int] = []
@@ -118,14 +116,14 @@ class Runner:
         settings = RowSettings.of([s.request for s in step if s.samples], self._model.spec.vocab_size, uploads)
         ids = _ids(step, earlier, uploads)
         self._cache.clear(begun())
-        with self._model.adapted([(s.request.adapter, s.end - s.start) for s in step]):
+        with self._model.adapted((s.request.adapter, s.end - s.start) for s in step):
             states = self._model.states(ids, placed(), splices, batch, None if rows is None else rows())
         of_draws, of_pooling = len(sampled) + len(guessed), [len(rows) for _, rows in pooled]
         drawn, *parts = states.split([of_draws, *(len(rows) for _, _, rows in prompts), *of_pooling])
         scored = parts[: len(prompts)]
-        of_head = [(s.request.adapter, 1) for s in step if s.samples]
-        of_head += [(s.request.adapter, len(s.guesses)) for s in step]
-        with self._model.adapted(of_head):
+        sampling = ((s.request.adapter, 1) for s in step if s.samples)
+        guessing = ((s.request.adapter, len(s.guesses)) for s in step)
+        with self._model.adapted(chain(sampling, guessing)):
             sampled_logits, guessed_logits = self._model.head(drawn).split([len(sampled), len(guessed)])
         return StepLogits(
             sampled_logits,

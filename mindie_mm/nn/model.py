@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -230,11 +230,12 @@ class MediaModel(ABC):
         )
 
     @contextmanager
-    def adapted(self, batch: Sequence[tuple[Adapter | None, int]]) -> Iterator[None]:
+    def adapted(self, batch: Iterable[tuple[Adapter | None, int]]) -> Iterator[None]:
         """Apply LoRA adapters to what the model computes inside the context.
 
         Args:
-            batch: The adapter of each request in the batch, or None, and its number of rows.
+            batch: The adapter of each request in the batch, or None, and its number of rows. It is read only if
+                adapters are enabled.
 
         """
         if self.loras is None:

@@ -38,7 +38,7 @@ from mindie_mm.tokenize.stores import Store
 from mindie_mm.tokenize.text.chat_template import as_dict
 from mindie_mm.tokenize.text.spelling import Rendered, strings
 from mindie_mm.tokenize.text.text_encoder import Encoded, SpecialTokens, TextEncoder
-from mindie_mm.tokenize.traits import Traits
+from mindie_mm.tokenize.tokenizer_traits import TokenizerTraits
 from mindie_mm.tokenize.truncate import cut, truncate
 
 
@@ -82,7 +82,7 @@ class Prompts:
         self.added_tokens = frozenset(token.content for token in tokenizer.added_tokens_decoder.values())
         """Texts of the added tokens of the tokenizer."""
         speech = self._processor.speech if "audio" in self._processor.placeholders else None
-        self.traits = Traits(shown_tokens, self._text.chat_traits, speech)
+        self.traits = TokenizerTraits(shown_tokens, self._text.chat_traits, speech)
         planner = Planner(self._processor, family.__name__, setup.limit_mm_per_prompt)
         store = store if isinstance(store, Store) else store(self._processor)
         self.stage = MediaStage(planner, decoders, store, setup.media)

@@ -109,8 +109,7 @@ def serve(channel: ChildChannel, ranks: Ranks) -> None:
         channel.send(msgspec.msgpack.encode(Failure.of(failed.error)))  # rank 0 may wait for this rank
         raise
     faults.point("loaded")
-    ready = msgspec.structs.replace(engine.ready, default_sampling=default_sampling)
-    ready = msgspec.structs.replace(ready, lora_keys=engine.lora_keys)
+    ready = msgspec.structs.replace(engine.ready, default_sampling=default_sampling, lora_keys=engine.lora_keys)
     send(msgspec.structs.replace(ready, step_bytes=step_bytes, free_bytes=free_bytes, num_devices=visible))
     _run_steps(channel, ranks, engine, send)
 

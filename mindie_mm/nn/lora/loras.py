@@ -7,7 +7,7 @@ are not touched.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -103,7 +103,7 @@ class Loras:
         for key in self.known.keys() - keys:
             self._placed.pop(self.known.pop(key), None)
 
-    def mix(self, batch: Sequence[tuple[Adapter | None, int]], device: torch.device) -> Mix:
+    def mix(self, batch: Iterable[tuple[Adapter | None, int]], device: torch.device) -> Mix:
         """Place the adapters of a batch on the device, and return them with their rows.
 
         Args:

@@ -35,7 +35,7 @@ from mindie_mm.tokenize.stage.tokenizer_messages import (
     ToProcess,
 )
 from mindie_mm.tokenize.stage.tokenizer_stage import TokenizerStage
-from mindie_mm.tokenize.traits import Traits
+from mindie_mm.tokenize.tokenizer_traits import TokenizerTraits
 
 _MODULE = "mindie_mm.tokenize.stage.tokenizer_process"
 
@@ -53,7 +53,7 @@ class AsyncTokenizer(Supervised, TokenizerStage):
         self._numbers = count()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder[FromProcess](FromProcess)
-        self.traits = Traits()
+        self.traits = TokenizerTraits()
         """Properties of the checkpoint. Known when the process is ready."""
 
     @classmethod
@@ -108,7 +108,7 @@ class AsyncTokenizer(Supervised, TokenizerStage):
         return await self._forks.start(_MODULE, self._setup, spare=True)
 
     async def _prepare(self, child: Child) -> None:
-        self.traits = await child.ready(Traits, f"the {self.noun}")
+        self.traits = await child.ready(TokenizerTraits, f"the {self.noun}")
 
     def _take(self, message: bytes) -> None:
         reply = self._decoder.decode(message)

@@ -11,13 +11,13 @@ from mindie_mm.processes.restarts import Restarts
 from mindie_mm.tokenize.clips import Clips
 from mindie_mm.tokenize.prompt import PlannedPrompt, Prompt
 from mindie_mm.tokenize.requests import TokenizeRequest
-from mindie_mm.tokenize.traits import Traits
+from mindie_mm.tokenize.tokenizer_traits import TokenizerTraits
 
 
 class TokenizerStage(ABC):
     """A tokenizer for the prompts of requests, which runs in a separate process or in the caller's process."""
 
-    traits: Traits
+    traits: TokenizerTraits
     """Properties of the checkpoint."""
 
     @property

@@ -8,7 +8,7 @@ from mindie_mm.nn.speech import SpeechTraits
 from mindie_mm.tokenize.text.chat_traits import ChatTraits
 
 
-class Traits(msgspec.Struct, frozen=True, tag="traits"):
+class TokenizerTraits(msgspec.Struct, frozen=True, tag="traits"):
     """Properties of a checkpoint that other parts than its tokenizer need.
 
     They are the first message from a tokenizer process, and say that it is ready. A process that cannot start sends a
