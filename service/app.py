@@ -177,7 +177,9 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
 
 
 def _means(service: Service, tracer: Tracer | None) -> Means:
-    """Return what batches need. Their requests pass the same routes as others, without keys, and with their own limit.
+    """Return the means by which batches run.
+
+    Their requests use the same routes as other requests, without keys, and with their own limit.
 
     They may take as long as their batch, because they yield to other requests.
     """

@@ -136,7 +136,10 @@ class Middleware:
                 self._tracer.record(trace, self._metrics.model_name, method, route, status)
 
     def _shown_path(self, path: str) -> str | None:
-        """Return a path that no route has, with API keys masked, for the log. None if the path may contain text."""
+        """Return a path that no route has, with API keys masked, for the log.
+
+        Return None if the path may contain text.
+        """
         for key in filter(None, (*self._clients.keys, self._config.admin_key)):
             path = path.replace(key, MASK)
         return path if _PATH.fullmatch(path.replace(MASK, "")) else None

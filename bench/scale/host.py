@@ -155,7 +155,7 @@ class Layout:
     contention: float = 1.0
     """See `StageTimes.contention`."""
     accelerators: bool = False
-    """Whether each engine has an accelerator, so that its steps need none of the processors."""
+    """True if each engine has an accelerator, so that its steps need none of the processors."""
     max_batched_tokens: int = 2048
 
 

@@ -51,7 +51,7 @@ class Comparison:
 
     @property
     def holds(self) -> bool:
-        """Whether the prediction is within the tolerance."""
+        """True if the prediction is within the tolerance."""
         return abs(self.ratio - 1) <= TOLERANCE
 
     def figures(self) -> dict[str, Any]:

@@ -32,7 +32,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
     """Size of the row's arrays in bytes."""
     error: str | None = None
     is_kept: bool = False
-    """Whether an earlier call has finished the row."""
+    """True if an earlier call has finished the row."""
 
 
 class Steps(msgspec.Struct, frozen=True, tag="steps"):

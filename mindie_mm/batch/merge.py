@@ -76,7 +76,9 @@ def _require_whole(manifests: Sequence[tuple[Path | RemoteFile, Manifest]]) -> N
 
 
 def _take(part: Path | RemoteFile, destination: RunFolder, shard: Shard, run: str) -> None:
-    """Check and copy the files of a shard, unless an earlier call has copied them from or to a store.
+    """Check the files of a shard, and link or copy them to the merged run.
+
+    Files in a store are not copied a second time.
 
     The table comes last, because a shard with a table is complete.
     """

@@ -1,4 +1,4 @@
-"""What all calls of a run must have in common: versions and checkpoints, and the description of their differences."""
+"""The properties that all calls for a run must share, such as versions and the checkpoint, and their differences."""
 
 from __future__ import annotations
 

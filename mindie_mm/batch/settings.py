@@ -68,14 +68,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt for the media of rows from a folder or tar. The media replace `{media}`. If the template does not contain
     `{media}`, the media precede the text."""
     chat: bool = True
-    """Whether rows of items are formatted as one user turn, if the checkpoint has a chat template."""
+    """True if rows of items are formatted as one user turn when the checkpoint has a chat template."""
     parse_special: Switch = "on"
-    """Whether texts without a template may contain control tokens, except those of media items. A row may set this
+    """True if texts without a template may contain control tokens, except those of media items. A row may set this
     itself."""
     max_tokens: int = 0
     """Maximum number of tokens of a row, or 0 for no limit. A row with more tokens fails."""
     truncate: bool = False
-    """Whether a row with more than `max_tokens` tokens is shortened instead of failing. Its oldest text and whole media
+    """True if a row with more than `max_tokens` tokens is shortened instead of failing. Its oldest text and whole media
     items are removed."""
     limit: int | None = None
     """Maximum number of rows to tokenize, or None for all rows."""
@@ -85,15 +85,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum number of rows of a shard. A chunk, which is repeated if its process dies, has the same number of
     rows."""
     whole_conversations: bool = False
-    """Whether conversations keep their answers, for training. Otherwise a data set's conversation ends before its first
+    """True if conversations keep their answers, for training. Otherwise a data set's conversation ends before its first
     answer."""
     assistant_spans: bool = False
-    """Whether the ranges of the assistant's turns are recorded, for training. A conversation whose turns cannot be
+    """True if the ranges of the assistant's turns are recorded, for training. A conversation whose turns cannot be
     located fails."""
     plan: bool = False
-    """Whether media are only planned from their headers. The run then has no arrays."""
+    """True if media are only planned from their headers. The run then has no arrays."""
     webui_images: bool = False
-    """Whether texts may contain images in the format of text-generation-webui."""
+    """True if texts may contain images in the format of text-generation-webui."""
     limit_mm_per_prompt: PromptLimits = {}
     """Maximum number of media items in a row, by kind. A row with more items fails."""
     media: MediaCaps = MediaCaps()

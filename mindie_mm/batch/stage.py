@@ -284,7 +284,7 @@ class _Place(NamedTuple):
     folder: Path | str
     """Base folder for relative paths, or its URL."""
     is_listed: bool
-    """Whether the input is a media folder, whose files have been listed."""
+    """True if the input is a media folder, whose files have been listed."""
 
 
 def _require_listed(record: Record, folder: Path | str) -> None:

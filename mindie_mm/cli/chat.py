@@ -130,7 +130,7 @@ class _Chat:
         self._messages: list[dict[str, Any]] = []
         self._media: list[dict[str, str]] = []
         self.failed = False
-        """Whether a command or a message has failed."""
+        """True if a command or a message has failed."""
 
     def take(self, line: str) -> None:
         """Handle a line: run a command, or send a message. Print an error if that fails."""

@@ -135,7 +135,7 @@ def _silence_libraries() -> None:
 
 
 def _has_weights(path: Path) -> bool | None:
-    """Return whether a checkpoint directory, or the directory of a config.json, has weights. None if there is none."""
+    """Return whether a checkpoint directory has weights. Return None if there is no such directory."""
     from mindie_mm.nn.checkpoint.directory import Checkpoint  # late, because it is slow to import
 
     folder = path.parent if path.name == "config.json" else path

@@ -109,8 +109,8 @@ def _parameter(hint: Any) -> Any:
     """Return the click type of a field.
 
     For a tuple of any length, this is the type of its elements. For a tuple of a fixed length, it is a tuple of the
-    elements' types. For an optional field, it is the type of the value. A mapping, or a number or a word, is given as a
-    text.
+    elements' types. For an optional field, it is the type of the value. A mapping is given as text, and so is a field
+    that accepts both a number and a word.
     """
     if get_origin(hint) is Literal:
         return click.Choice(get_args(hint))

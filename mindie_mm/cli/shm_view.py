@@ -62,7 +62,10 @@ def segment_rows(segments: Sequence[SegmentInfo]) -> list[str]:
 
 
 def mapped(segment: SegmentInfo) -> str:
-    """Return the processes that map a segment, as text. If there are none, return `no`, or `unknown` if unknown."""
+    """Return the ids of the processes that map a segment, or `no` if none does.
+
+    Return `unknown` if this user may not see them.
+    """
     if segment.mapped is None:
         return "unknown"
     return f"pid {', '.join(map(str, segment.pids))}" if segment.pids else "no"

@@ -310,7 +310,7 @@ class Decoders(Decoding[Parcel]):
                     self._kill(process)
 
     async def _fill(self) -> None:
-        """Fork decoders until there are `number` and a spare one, again whenever one is missing, until canceled."""
+        """Keep `number` decoders and a spare one running until canceled. Fork a new one whenever one is missing."""
         while True:
             await self._missing.wait()
             self._missing.clear()

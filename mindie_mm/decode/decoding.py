@@ -16,7 +16,10 @@ S = TypeVar("S")
 
 
 class Decoding(ABC, Generic[S]):
-    """Planning and writing of media items. `S` is the form in which an item's source is kept between both."""
+    """Planning and writing of media items.
+
+    `S` is the type in which the source of an item is kept between planning and writing.
+    """
 
     @abstractmethod
     async def read(self, group: Group, media: Media, counts: Mapping[Kind, int]) -> S:

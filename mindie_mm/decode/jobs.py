@@ -145,7 +145,10 @@ class DecoderProcess:
         self.since_s, self.used_before_s = time.monotonic(), _processor_s(self.pid)
 
     def excess(self, caps: MediaCaps) -> tuple[str, MindieMMError | None]:
-        """Return why the decoder must be ended, or "", and the error for its job, or None to try the job again."""
+        """Return the reason for which the decoder must be ended, or "" if it may continue.
+
+        Also return the error for its job, or None if another decoder should try the job again.
+        """
         used_s, job = _processor_s(self.pid) - self.used_before_s, self.job
         grown_bytes, limit_bytes = _charged_bytes(self.pid) - self.first_bytes, caps.max_decode_bytes
         if limit_bytes and grown_bytes > limit_bytes + _IDLE_BYTES:

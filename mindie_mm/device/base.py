@@ -30,15 +30,15 @@ class Device(ABC):
     """Number of tokens up to which a step takes little longer than with one token, because reading the weights takes
     most of its time."""
     survives_fork: ClassVar[bool] = False
-    """Whether an engine may run in a forked process."""
+    """True if an engine may run in a forked process."""
     is_asynchronous: ClassVar[bool] = False
-    """Whether operators are queued, so that the host continues while the device computes."""
+    """True if operators are queued, so that the host continues while the device computes."""
     records: ClassVar[bool] = False
-    """Whether `record` is supported."""
+    """True if `record` is supported."""
     kernels: ClassVar[Kernels] = Kernels()
     """Fused operators of the device."""
     computes_peaks: ClassVar[bool] = False
-    """Whether `peak_bytes` computes a bound from shapes, instead of measuring. Other programs do not affect it."""
+    """True if `peak_bytes` computes a bound from shapes, instead of measuring. Other programs do not affect it."""
     scratch_bytes: ClassVar[int] = 0
     """Memory that `peak_bytes` does not include, because operators allocate it outside of tensors."""
 
@@ -104,7 +104,7 @@ class Device(ABC):
 
     @property
     def fuses_layers(self) -> bool:
-        """Whether `nn/decoder_layer.py` replaces transformers' layers on this device."""
+        """True if `nn/decoder_layer.py` replaces transformers' layers on this device."""
         return False
 
     @abstractmethod

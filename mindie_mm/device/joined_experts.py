@@ -36,7 +36,7 @@ class ExpertWeights:
     activate: Callable[[Tensor], Tensor]
     """Function from the outputs of the first product, [..., outputs], to [..., inner]."""
     is_share: bool = False
-    """Whether other ranks have experts, too. `chosen` is `len(first)` for these, and their outputs are zeros."""
+    """True if other ranks have experts, too. `chosen` is `len(first)` for these, and their outputs are zeros."""
 
 
 def run(hidden: Tensor, chosen: Tensor, experts: ExpertWeights) -> Tensor:

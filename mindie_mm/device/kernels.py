@@ -108,15 +108,15 @@ class Kernels:
     """The fused operators of a device. This base class has no fused attention, so `nn/` uses plain PyTorch."""
 
     has_attention: ClassVar[bool] = False
-    """Whether `attend` is implemented. If not, no batch builds the `Rows` that it needs."""
+    """True if `attend` is implemented. If not, no batch builds the `Rows` that it needs."""
     counts_launches: ClassVar[bool] = False
-    """Whether the number of operators determines the time of sampling, and not the work of sorting a vocabulary."""
+    """True if the number of operators determines the time of sampling, and not the work of sorting a vocabulary."""
     has_layers: ClassVar[bool] = False
-    """Whether the operators of decoder layers, from `rms_norm` to `swiglu`, are fused."""
+    """True if the operators of decoder layers, from `rms_norm` to `swiglu`, are fused."""
     attends_in_graphs: ClassVar[bool] = False
-    """Whether graphs may capture `attend`. If so, each launch of a graph replaces the lengths of `Rows`."""
+    """True if graphs may capture `attend`. If so, each launch of a graph replaces the lengths of `Rows`."""
     joins_experts: ClassVar[bool] = True
-    """Whether `experts` multiplies the joined weights of all experts.
+    """True if `experts` multiplies the joined weights of all experts.
 
     If not, each expert has linear layers of its own, and the host waits for the selection.
     """

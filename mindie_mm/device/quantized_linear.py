@@ -38,7 +38,7 @@ class StaticInput:
     bias: Tensor
     """Number to add to each integer sum, int32 [outputs]. It corrects for `offset`."""
     has_bias: bool
-    """Whether `bias` also contains the bias of the layer, which then has none of its own."""
+    """True if `bias` also contains the bias of the layer, which then has none of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class QuantizedWeight:
     group_of: Tensor | None = None
     """The group of each input, int64 [inputs], if groups do not consist of consecutive inputs."""
     rounds_input: bool = False
-    """Whether the input is rounded to 8 bits, for products of integers."""
+    """True if the input is rounded to 8 bits, for products of integers."""
     static_input: StaticInput | None = None
     """How to round the input. None means that each row is divided by its largest absolute value."""
     codes: Tensor | None = None
@@ -88,7 +88,7 @@ class QuantizedWeight:
 
     @property
     def has_bias(self) -> bool:
-        """Whether the weight also describes the bias of the layer."""
+        """True if the weight also describes the bias of the layer."""
         return self.static_input is not None and self.static_input.has_bias
 
     def dequantized(self) -> Tensor:

@@ -127,11 +127,11 @@ class BaseEngine(ABC):
 
     @property
     def _unfinished(self) -> Sequence[Scheduled]:
-        """The step before, if its results have not arrived yet."""
+        """The previous step, if its results have not arrived yet."""
         return ()
 
     def _lost(self) -> Sequence[Scheduled]:
-        """Return the step before if its results have not arrived, and drop these results."""
+        """Return the previous step if its results have not arrived, and drop these results."""
         return ()
 
     def has_work(self) -> bool:

@@ -53,8 +53,8 @@ class _Drawn:
 class Engine(BaseEngine):
     """An engine with continuous batching. Prefills of any length and decodes share one flat batch.
 
-    On an accelerator, each step is scheduled and launched before the tokens of the step before have arrived. A request
-    that turns out to have ended with these tokens is computed once more, and its result is dropped.
+    On an accelerator, each step is scheduled and launched before the tokens of the previous step have arrived. A
+    request that turns out to have ended with these tokens is computed once more, and its result is dropped.
     """
 
     _scheduler: Scheduler
@@ -112,7 +112,8 @@ class Engine(BaseEngine):
     def _num_guesses(self, config: EngineConfig, *, waits: bool) -> int:
         """Return the maximum number of guesses of a request in one step.
 
-        `waits` is whether the engine waits for each operator of a step. Otherwise, the default is 0.
+        `waits` is true if the engine waits for each operator of a step, as on the CPU. If it is false, the default is
+        0, because guesses need the tokens of the step before on the host.
         """
         number = config.num_speculative_tokens
         if self._model.spec.state_bytes:

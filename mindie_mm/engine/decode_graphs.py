@@ -83,7 +83,7 @@ class _Decode:
     logits: Tensor
     """float32 [rows or more, vocabulary]."""
     gathers: bool = False
-    """Whether a layer has gathered the KV blocks."""
+    """True if a layer has gathered the KV blocks."""
     has_run: bool = False
 
     @property
@@ -116,7 +116,7 @@ class DecodeGraphs:
         # Beyond the first chunk of a layer, a step gathers KV blocks. The step that finds this out may be before it.
         has_chunks = any(isinstance(layer, KVLayer) and layer.chunk_size is not None for layer in spec.layers)
         self._gathers: bool | None = None if kernels_of(spec.device).attends_in_graphs and not has_chunks else True
-        """Whether attention gathers all KV blocks of the table. None before the first step."""
+        """True if attention gathers all KV blocks of the table. None before the first step."""
         self._most_slots = MOST_SLOTS
         """Current limit, the same on all ranks. It is halved when a capture runs out of memory, and set to 0 after any
         other failure."""
@@ -128,8 +128,8 @@ class DecodeGraphs:
     def logits(self, step: Sequence[Scheduled], earlier: Draws | None, begun: Sequence[int]) -> Tensor | None:
         """Run a step as a graph and return its logits, float32 [requests, vocabulary]. The next step overwrites them.
 
-        `earlier` are the tokens of the step before, if they have not arrived on the host yet. `begun` are the KV blocks
-        that must be cleared first.
+        `earlier` are the tokens of the previous step, if they have not arrived on the host yet. `begun` are the KV
+        blocks that must be cleared first.
 
         Return None if the step cannot run as a graph, because it contains part of a prompt, its requests are too long,
         or its capture fails.

@@ -158,7 +158,10 @@ def draw(
 
 
 def _asking(requests: Sequence[Request]) -> dict[int, list[int]]:
-    """Return the rows that need log-probabilities, by the number of most likely tokens or under the key `_NAMED`."""
+    """Return the rows that need log-probabilities, grouped by the number of most likely tokens that they report.
+
+    Rows that report given tokens are grouped under the key `_NAMED`.
+    """
     rows: dict[int, list[int]] = {}
     for row, request in enumerate(requests):
         if (num_top := request.params.logprobs) is not None:

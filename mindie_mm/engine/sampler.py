@@ -60,7 +60,7 @@ class RowSettings:
     def __init__(self, host: Mapping[str, NDArray[Any]], vocab_size: int, uploads: Uploads) -> None:
         """Prepare the settings. `host` has the result of `_host_settings`, or is empty if all rows are greedy."""
         self.draws = bool(host)
-        """Whether any row is drawn at random. Otherwise, the likeliest tokens are taken."""
+        """True if any row is drawn at random. Otherwise, the likeliest tokens are taken."""
         self._host = host
         self._vocab_size = vocab_size
         self._device = uploads.device

@@ -44,9 +44,9 @@ class Scheduled:
     """Guesses of the tokens after `stop`, which this step computes, too. A guess that is drawn need not be computed in
     another step."""
     ends: bool = field(init=False)
-    """Whether the step reaches the end of the request."""
+    """True if the step reaches the end of the request."""
     samples: bool = field(init=False)
-    """Whether the next token is drawn. This is so at the end of every request that does not pool its states."""
+    """True if the next token is drawn. This is so at the end of every request that does not pool its states."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ends", self.stop == self.request.num_tokens)
@@ -149,7 +149,7 @@ class _Budget:
     tokens: int
     tower: TowerBudget
     prompts: bool = False
-    """Whether the step contains part of a prompt, and not only decodes."""
+    """True if the step contains part of a prompt, and not only decodes."""
     keys: set[bytes] = field(default_factory=set)
     """Keys of the blocks after which another request can continue when this step and an unfinished step are over."""
 

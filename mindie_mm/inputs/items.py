@@ -67,7 +67,7 @@ class MediaOptions:
     sampling_rate: int | None = None
     """Sampling rate in Hz of an array of audio samples. None means the sampling rate of the model."""
     use_audio_in_video: bool | None = None
-    """Whether the model also hears the audio of a video. None and False mean that the audio is left out."""
+    """True if the model also hears the audio of a video. None and False mean that the audio is left out."""
 
 
 class Media(msgspec.Struct, frozen=True, tag="media"):

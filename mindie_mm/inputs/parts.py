@@ -116,7 +116,7 @@ def parse_parts(
 
 
 def _each(item: Item) -> list[Item]:
-    """Return an item for each item whose embeddings `item` has."""
+    """Split an item with a list of embeddings into one item for each of them."""
     if not isinstance(item, Media) or not isinstance(item.source, Embeddings):
         return [item]
     return [msgspec.structs.replace(item, source=one) for one in item.source.each()]
@@ -269,9 +269,9 @@ def _grid_keys(kind: Kind) -> tuple[str, ...]:
 def _parse_embeddings(
     value: Any, beside: Mapping[str, Any], kind: Kind, where: str, *, may_lack_data: bool
 ) -> Embeddings | Any:
-    """Return embeddings in memory as Embeddings, and a file as its path or bytes. None if the data are left out.
+    """Return embeddings in memory as Embeddings, and a file as its path or bytes.
 
-    If a file of the grid is given, too, return both files.
+    Return None if the data are left out. If the grid is a file, too, return both files.
 
     Args:
         value: The embeddings, or a dict with them and with their grid.

@@ -108,7 +108,7 @@ def read_texts(
 
 
 def long_data_url(prompt: Iterable[Item | Message]) -> str | None:
-    """Describe the first data: URL of more than `MAX_DATA_URL` characters in the texts. Without one, return None."""
+    """Describe the first data: URL of more than `MAX_DATA_URL` characters, or return None if there is none."""
     starts = ((text, at) for text in _texts(prompt) if len(text) > MAX_DATA_URL for at in _starts(text))
     for text, at in islice(starts, _MAX_STARTS):
         match = _DATA_URL.match(text, at)

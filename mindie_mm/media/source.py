@@ -65,7 +65,10 @@ def read_source(media: Media) -> Data:
 
 
 def source_path(media: Media) -> Path | None:
-    """Return the path of a media item's file, or of the first file among its frames. None if the item has no file."""
+    """Return the path of a media item's file, or of the first file among its frames.
+
+    Return None if the item has no file.
+    """
     if isinstance(media.source, tuple):
         paths = (source_path(Media("image", frame)) for frame in media.source)
         return next((path for path in paths if path is not None), None)

@@ -38,7 +38,10 @@ _EPS = 1e-6
 
 
 def delta_net_state(text: Any) -> StateLayer:
-    """Return what a layer keeps for each sequence. `text` is the configuration of the text model."""
+    """Return the description of the state that a layer keeps for each sequence.
+
+    `text` is the configuration of the text model.
+    """
     channels = 2 * text.linear_num_key_heads * text.linear_key_head_dim
     channels += text.linear_num_value_heads * text.linear_value_head_dim
     return StateLayer(

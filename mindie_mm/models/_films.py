@@ -31,7 +31,7 @@ def is_film(grid: Grid) -> bool:
 
 
 def film_plan(pictures: tuple[Plan, Write], clip: tuple[Plan, Write]) -> tuple[Plan, Write]:
-    """Return the plan of a film from those of its images and of its audio."""
+    """Combine the plan of a film's images and the plan of its audio into the plan of the film."""
     (video, write_video), (sound, write_sound) = pictures, clip
 
     def write(arrays: Mapping[str, NDArray[Any]]) -> None:
@@ -143,7 +143,10 @@ class MergedFilmLayout(FilmLayout):
 
 
 def _rate(grid: Grid) -> float:
-    """Return the number of steps per second, of which the grid has the inverse. It has few decimal places."""
+    """Return the number of steps per second.
+
+    The grid has the duration of a step, so the inverse is rounded to 6 decimal places.
+    """
     return round(PICOSECONDS / grid[3], 6)
 
 

@@ -40,7 +40,10 @@ class FrameTimesProcessor(QwenProcessor):
 
     @abstractmethod
     def frame_text(self, number: int) -> str:
-        """Return the text of a temporal patch with a single placeholder token. `time_number` returned `number`."""
+        """Return the text of a temporal patch with a single placeholder token.
+
+        `number` is a result of `time_number`.
+        """
 
     def video_settings(self, config: Mapping[str, Any], where: str) -> PixelSettings:
         """Read the video preprocessor's configuration.

@@ -160,7 +160,10 @@ def _by_length(total: int, fps: float, temporal: int) -> list[int]:
 
 
 def _processor_type(checkpoint: Checkpoint) -> str:
-    """Return the processor class that transformers chooses for a checkpoint. Raise UnsupportedCheckpoint for others."""
+    """Return the processor class that transformers chooses for a checkpoint.
+
+    Raise UnsupportedCheckpoint for any other class than the two of GLM.
+    """
     for file in _PROCESSOR_FILES:
         if (stated := checkpoint.json(file).get("processor_class")) is None:
             continue

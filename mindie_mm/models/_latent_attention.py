@@ -24,7 +24,10 @@ _LATENT_EPS = 1e-6  # epsilon of the latent's norm, which no setting changes
 
 
 def latent_layer(config: Mapping[str, Any]) -> KVLayer:
-    """Return what a layer keeps for each token. `config` is the configuration of the decoder."""
+    """Return the description of the cache entry that a layer keeps for each token.
+
+    `config` is the configuration of the decoder.
+    """
     return KVLayer(1, config["qk_rope_head_dim"] + config["kv_lora_rank"], config["kv_lora_rank"])
 
 
@@ -40,7 +43,7 @@ class LatentAttention(nn.Module):
         self.rotary_width: int = config["qk_rope_head_dim"]
         self.scaling = (self.plain + self.rotary_width) ** -0.5
         self.interleaved: bool = config.get("rope_interleave", True)
-        """Whether adjacent numbers of a head are rotated together, instead of numbers of its two halves."""
+        """True if adjacent numbers of a head are rotated together, instead of numbers of its two halves."""
         value, query_width = config["v_head_dim"], self.heads * (self.plain + self.rotary_width)
         rank = config["q_lora_rank"]
         if rank is None:

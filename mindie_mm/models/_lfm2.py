@@ -35,7 +35,10 @@ OTHER_KEYS = words(
 
 
 def short_conv_state(text: Any) -> StateLayer:
-    """Return what a layer keeps for each sequence. `text` is the configuration of the text model."""
+    """Return the description of the state that a layer keeps for each sequence.
+
+    `text` is the configuration of the text model.
+    """
     return StateLayer(shapes=((text.hidden_size, text.conv_L_cache - 1),), dtypes=(text.dtype,))
 
 

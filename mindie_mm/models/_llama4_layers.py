@@ -33,7 +33,7 @@ def replace_layers(text_model: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """What the attention layers need to know about the positions of T tokens."""
+    """Data for the attention layers about the positions of T tokens."""
 
     cos: Tensor
     """Cosines of the rotary embedding, float32 [T, 1, head_dim // 2]."""

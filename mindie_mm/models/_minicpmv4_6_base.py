@@ -70,7 +70,7 @@ class MiniCPMVProcessor(Processor):
     )
     config_name: ClassVar[str]
     numbers_videos: ClassVar[bool] = True
-    """Whether videos are numbered in the prompt, as images are."""
+    """True if videos are numbered in the prompt, as images are."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         where = str(checkpoint.path)

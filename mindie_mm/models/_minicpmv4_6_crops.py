@@ -67,7 +67,10 @@ class Slicing:
 
     @classmethod
     def read(cls, config: Mapping[str, Any], mode: str, where: str) -> Self:
-        """Read the settings. `mode` is the downsample_mode of the model. Raise UnsupportedCheckpoint for others."""
+        """Read the settings.
+
+        `mode` is the downsample_mode of the model. Raise UnsupportedCheckpoint if the settings are not supported.
+        """
         needed = {"do_resize": True, "do_rescale": True, "do_normalize": True, "downsample_mode": mode}
         check_settings(config, {**needed, "stack_frames": 1, "do_sample_frames": True}, where)
         return cls(

@@ -136,7 +136,7 @@ class AdapterChoice:
         self._numbers = numbers.to(device)
         self._dtype = dtype
         self.mask = torch.empty(0, device=device)
-        """Whether each column belongs to the row's adapter, [T, sum of ranks], as 0 or 1."""
+        """True if each column belongs to the row's adapter, [T, sum of ranks], as 0 or 1."""
 
     def placed(self, weights: Tensor) -> Tensor:
         """Return weights of an adapter on the model's device and in its dtype."""

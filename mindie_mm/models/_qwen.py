@@ -90,7 +90,7 @@ class QwenProcessor(Processor):
     temporal_merge: ClassVar[int] = 1
     """Number of temporal patches of a video that become one token. The last frame fills up the last token."""
     groups_patches: ClassVar[bool] = True
-    """Whether the patches that become one token are adjacent. Otherwise, patches are stored row by row."""
+    """True if the patches that become one token are adjacent. Otherwise, patches are stored row by row."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.config = read = read_config(self.config_name, checkpoint)
@@ -143,7 +143,7 @@ class QwenProcessor(Processor):
         return plan, write
 
     def _bounds(self, settings: PixelSettings) -> Iterator[tuple[int, int, int]]:
-        """Yield grids that bound those of images, upright and not."""
+        """Yield grids that are upper bounds for the grids of images, both portrait and landscape."""
         for short, long in bounding_grids(settings):
             sides = short * settings.merge_size, long * settings.merge_size
             yield from ((1, *sides), (1, *sides[::-1]))

@@ -60,7 +60,7 @@ def _check_installed() -> None:
 
 @contextmanager
 def _without_torchvision() -> Iterator[None]:
-    """Replace torchvision by stand-ins, and forget what a failed import of timm has left."""
+    """Replace torchvision by stand-ins. First remove the modules that a failed import of timm left in sys.modules."""
     finder = StandInFinder(["torchvision"])
     for name in [name for name in sys.modules if name.partition(".")[0] == "timm"]:
         del sys.modules[name]

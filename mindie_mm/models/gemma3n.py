@@ -250,7 +250,10 @@ class Gemma3nModel(PictureModel, PretrainedModel):
         ]
 
     def layer_inputs(self, input_ids: Tensor, hidden: Tensor, splices: Sequence[Splice]) -> Tensor | None:
-        """Return the embeddings of each token for all layers, [T, layers * width]. Tokens for media have those of 0."""
+        """Return the embeddings of each token for all layers, [T, layers * width].
+
+        Tokens for media have the embeddings of token 0.
+        """
         ids = input_ids.masked_fill(input_ids >= self._config.text_config.vocab_size_per_layer_input, 0)
         embedded: Tensor = self.text_model.embed_tokens_per_layer(ids)
         return embedded

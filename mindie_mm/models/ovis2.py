@@ -68,7 +68,7 @@ class Ovis2Processor(Processor):
         checkpoint = translated(checkpoint)
         where = str(checkpoint.path)
         self.is_original = checkpoint.renamings is not None
-        """Whether the checkpoint has AIDC-AI's layout, so that images are processed as in AIDC-AI's code."""
+        """True if the checkpoint has AIDC-AI's layout, so that images are processed as in AIDC-AI's code."""
         config = read_config("Ovis2Config", checkpoint)
         self.feature_width = config.get_text_config().hidden_size
         self.side, self.tile_features = _tile(config.vision_config, where)

@@ -127,7 +127,10 @@ class Phi4MultimodalProcessor(Processor):
 
     @property
     def _largest(self) -> tuple[int, int]:
-        """Rows and columns of tiles of the image with the most features. Each row of features has one more."""
+        """Rows and columns of tiles of the image with the most features.
+
+        Each row of features ends with a further feature, so the shape of an image affects the number.
+        """
         grids = ((rows, self._most_tiles // rows) for rows in range(1, self._most_tiles + 1))
         return max(grids, key=lambda grid: _image_features((*grid, grid[0] * _ROWS, grid[1] * _ROWS)))
 

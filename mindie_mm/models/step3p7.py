@@ -278,7 +278,10 @@ def _arrange_experts(layers: nn.ModuleList, count: int) -> None:
 
 
 def _kv_layer(text: Any) -> KVLayer:
-    """Return what a layer keeps. With transformers' plan, each rank computes all heads from gathered projections."""
+    """Return the description of the cache entry of a layer.
+
+    With transformers' plan, each rank computes all heads, because the projections are gathered.
+    """
     return KVLayer(text.num_key_value_heads, text.head_dim)
 
 

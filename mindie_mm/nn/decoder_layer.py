@@ -80,7 +80,7 @@ class DecoderLayer(nn.Module, ABC):
         self.num_kv_heads = _shape(own.k_proj)[0] // self.head_dim
         self.call = call
         self.norms_late = hasattr(own, _LATE_NORMS[0])
-        """Whether the norms of the queries and keys of each head follow the rotation."""
+        """True if the norms of the queries and keys of each head follow the rotation."""
         self.attention_type = getattr(layer, "attention_type", None)  # the text models of some families read this
         self.norm = _norm(layer.input_layernorm)
         self.qkv = _joined(own.q_proj, own.k_proj, own.v_proj)
@@ -97,7 +97,9 @@ class DecoderLayer(nn.Module, ABC):
     def run(
         self, hidden: Tensor, added: Tensor | None, angles: Angles | tuple[Tensor, Tensor], paged: PagedBatch
     ) -> tuple[Tensor, Tensor | None]:
-        """Run the layer. Its input and its output are sums, which the next norm may compute.
+        """Run the layer.
+
+        Its input and its output are sums of two tensors, because the norm that follows can add them faster.
 
         Args:
             hidden: First term of the input, [T, hidden].
@@ -405,9 +407,10 @@ def _rotates_parts(config: Any) -> bool:
 
 
 def _is_shared(linear: Any) -> bool:
-    """Return whether tensor parallelism has replaced the `forward` of a linear layer that `FusedOperatorLayer` can use.
+    """Return whether tensor parallelism has replaced the `forward` of a linear layer on a device with fused layers.
 
-    That layer joins the rows that this rank has of weights, and calls the layers that sum the results of all ranks.
+    `FusedOperatorLayer` can use such a layer, because it joins only this rank's rows of the weights, and calls the
+    layers that sum the results of all ranks.
     """
     is_theirs = linear.forward.__module__ == "transformers.distributed.tensor_parallel"
     return is_theirs and kernels_of(linear.weight.device).has_layers

@@ -208,10 +208,12 @@ class Processor(ModelInputs, ABC):
         return Spelling() if not grid and num_features == self.max_tokens(kind) else None
 
     def specs_of(self, kind: Kind, grid: tuple[int, ...]) -> Mapping[str, ArraySpec] | None:
-        """Return `Plan.specs` of an item with this grid. By default, return None: they do not follow from the grid.
+        """Return `Plan.specs` of an item with this grid, or None if they do not follow from the grid.
 
-        The tokenizer compares the plans of decoder processes, which files can compromise, with this result. It is empty
-        if only embeddings can have this grid.
+        The default is None.
+
+        The tokenizer compares the result with the plan of a decoder process, because a hostile file may have taken over
+        that process. The result is empty if only embeddings can have this grid.
 
         Args:
             kind: Kind of the item.
@@ -221,7 +223,9 @@ class Processor(ModelInputs, ABC):
         return None
 
     def grid_of(self, kind: Kind, num_features: int) -> tuple[int, ...] | None:
-        """Return the grid of embeddings that were given without a grid. None if the grid does not follow from them.
+        """Return the grid of embeddings that were given without a grid.
+
+        Return None if it does not follow from their number.
 
         Args:
             kind: Kind of the item.

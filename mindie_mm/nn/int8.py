@@ -46,7 +46,10 @@ def quantize(model: MediaModel, device: Device) -> None:
 
 
 def _linears(part: nn.Module) -> Iterator[nn.Linear]:
-    """Yield the layers below `part` that can be replaced. Subclasses, and layers with hooks, do more than a product."""
+    """Yield the layers below `part` that can be replaced.
+
+    Subclasses of nn.Linear and layers with hooks are left out, because they compute more than a product.
+    """
     for name, module in part.named_modules():
         if (
             type(module) is nn.Linear

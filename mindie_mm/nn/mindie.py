@@ -57,10 +57,10 @@ class Layout:
 
     fields: tuple[InSegment | InWord, ...]
     enclosed: bool = False
-    """Whether the words follow the item's first placeholder, and padding ids replace all other placeholders except the
+    """True if the words follow the item's first placeholder, and padding ids replace all other placeholders except the
     last."""
     per_run: bool = False
-    """Whether each run of placeholders has its own words, which refer to one row of the item's arrays. A reader sees
+    """True if each run of placeholders has its own words, which refer to one row of the item's arrays. A reader sees
     each run as one item."""
 
     @property
@@ -118,7 +118,7 @@ class PromptLayout:
 
     fields: tuple[Joined | OfPrompt, ...]
     replaces_ids: bool = False
-    """Whether padding ids replace all ids of the prompt, and the words are at its start. If not, the words follow the
+    """True if padding ids replace all ids of the prompt, and the words are at its start. If not, the words follow the
     first placeholder of the prompt."""
     unframed: frozenset[Kind] = frozenset()
     """Kinds of media whose items are not surrounded by the ids `Placeholder.before` and `Placeholder.after`."""

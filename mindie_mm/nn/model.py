@@ -41,7 +41,7 @@ class ModelSpec:
     max_model_len: int
     """Maximum number of positions, from the checkpoint's config."""
     layers: tuple[Layer, ...]
-    """What each layer of the decoder keeps between steps."""
+    """Data that each layer of the decoder keeps between steps."""
     eos_token_ids: tuple[int, ...]
     """Ids of the tokens that end a sequence.
 
@@ -54,7 +54,7 @@ class ModelSpec:
     extra_width: int = 0
     """Number of columns of a feature beyond `hidden_size`. They are passed to `decode` as `extra`."""
     has_head: bool = True
-    """Whether the checkpoint has an output layer. Without it, only hidden states can be pooled."""
+    """True if the checkpoint has an output layer. Without it, only hidden states can be pooled."""
 
     def __post_init__(self) -> None:
         known = tuple(token for token in self.eos_token_ids if 0 <= token < self.vocab_size)
@@ -231,7 +231,7 @@ class MediaModel(ABC):
 
     @contextmanager
     def adapted(self, batch: Iterable[tuple[Adapter | None, int]]) -> Iterator[None]:
-        """Apply LoRA adapters to what the model computes inside the context.
+        """Apply LoRA adapters to all computations of the model inside the context.
 
         Args:
             batch: The adapter of each request in the batch, or None, and its number of rows. It is read only if
@@ -246,7 +246,7 @@ class MediaModel(ABC):
 
     @property
     def is_adapted(self) -> bool:
-        """Whether an adapter changes some of the rows that the model computes."""
+        """True if an adapter changes some of the rows that the model computes."""
         return self.loras is not None and bool(self.loras.running)
 
     @torch.inference_mode()
@@ -365,7 +365,7 @@ class Model(MediaModel):
         return hidden if rows is None else hidden.index_select(0, rows)
 
     def layer_inputs(self, input_ids: Tensor, hidden: Tensor, splices: Sequence[Splice]) -> Tensor | None:
-        """Return what the layers need for each row in addition to its embedding, [T, n], or None.
+        """Return the numbers that the layers need for each row in addition to its embedding, [T, n], or None.
 
         By default, return the columns of the features beyond `hidden_size`. They are zero in rows without a feature.
         The result is None if `extra_width` is 0 or the batch has no media.

@@ -132,7 +132,7 @@ class PagedBatch:
         self.cache = cache
         self.top_position = top_position
         self.has_rows = True
-        """Whether fused attention may read `rows`."""
+        """True if fused attention may read `rows`."""
         self._chunks = chunks
         self._cuts: dict[int, PagedBatch] = {}
         self._device = device
@@ -142,7 +142,7 @@ class PagedBatch:
             self.rows  # noqa: B018 - adds their tensors to the uploads
         self._decode_states = self._uploads.add(self._decode_slots()) if cache is not None and cache.states else None
         self.is_causal = all(not _is_in_span(chunk) for chunk in chunks)
-        """Whether no row attends to a later row."""
+        """True if no row attends to a later row."""
 
     def cut(self, size: int) -> PagedBatch:
         """Return the batch with each sequence cut into sequences of `size` tokens, for attention within chunks.
@@ -304,7 +304,7 @@ class GraphBatch(PagedBatch):
 
     @property
     def gathers(self) -> bool:
-        """Whether a layer has gathered the slots of all KV blocks, because fused attention does not support it."""
+        """True if a layer has gathered the slots of all KV blocks, because fused attention does not support it."""
         return "decodes" in vars(self)
 
 
@@ -352,7 +352,10 @@ def _prefill_of(chunk: Chunk, row: int, device: torch.device) -> Prefill:
 
 
 def _span_ids(chunk: Chunk, device: torch.device) -> Tensor | None:
-    """Return the span ids of the chunk's context and rows. None if all rows are causal, for example in decode steps."""
+    """Return the span ids of the chunk's context and rows.
+
+    Return None if all rows are causal, for example in decode steps.
+    """
     if chunk.span_ids is None or not _is_in_span(chunk):
         return None
     missing = max(0, chunk.stop - len(chunk.span_ids))  # output tokens of a preempted sequence that is recomputed

@@ -135,5 +135,5 @@ class SpeechTraits(msgspec.Struct, frozen=True):
 
     @property
     def has_times(self) -> bool:
-        """Whether the checkpoint writes time stamps."""
+        """True if the checkpoint writes time stamps."""
         return bool(self.with_times)

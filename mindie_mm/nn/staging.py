@@ -123,7 +123,10 @@ class Staging:
             self._reading.clear()
 
     def _registered_memory(self, view: Mapping[str, NDArray[Any]], name: str, array: Tensor) -> Tensor | None:
-        """Return `array`, named `name`, as a tensor in registered memory. None if its memory is not registered."""
+        """Return `array`, named `name`, as a tensor in registered memory.
+
+        Return None if its memory is not registered.
+        """
         file_offset = view.file_offset(name) if isinstance(view, View) else None
         pages = self._pages(file_offset[0]) if file_offset is not None else None
         if file_offset is None or pages is None or not array.numel():
@@ -137,7 +140,7 @@ class Staging:
         return arena in self._registered
 
     def _pages(self, arena: MappedArena) -> mmap.mmap | None:
-        """Return the arena's pages, registered with the driver. None if they cannot be registered."""
+        """Return the arena's pages, registered with the driver. Return None if they cannot be registered."""
         if arena not in self._registered:
             pages = arena.writable_pages()
             if pages is None:

@@ -79,5 +79,5 @@ class Traits:
 
     @property
     def takes_prompt_embeds(self) -> bool:
-        """Whether prompts may contain embeddings of text tokens, which replace the embeddings of placeholders."""
+        """True if prompts may contain embeddings of text tokens, which replace the embeddings of placeholders."""
         return self.inserted_at is None and not self.splice_adds and not self.needs_ids

@@ -42,7 +42,7 @@ class Fork(msgspec.Struct, frozen=True, tag="fork"):
     environment: dict[bytes, bytes]
     log_settings: logs.LogSettings
     spare: bool = False
-    """Whether the worker first makes a copy of itself, for a worker of its own (`start_spare`)."""
+    """True if the worker first makes a copy of itself, for a worker of its own (`start_spare`)."""
 
     @classmethod
     def of(cls, module: str, arguments: Sequence[str], environment: Mapping[str, str], *, spare: bool = False) -> Fork:

@@ -58,7 +58,10 @@ _PASSED = {"torch._dynamo": frozenset({"allow_in_graph", "assume_constant_result
 
 
 class LateName:
-    """A class or function of a late module. Each use imports the module, except to ask whether it has instances."""
+    """A class or function of a late module.
+
+    Each use imports the module, except isinstance and issubclass: before the import, nothing can be an instance of it.
+    """
 
     def __init__(self, module: str, name: str) -> None:
         self._module = module

@@ -22,7 +22,7 @@ class Supervised(ABC):
     """
 
     kills_hung: ClassVar[bool] = True
-    """Whether a process that hangs is killed at once. If not, it is first asked to exit."""
+    """True if a process that hangs is killed at once. If not, it is first asked to exit."""
     max_message_bytes: ClassVar[int] = MAX_MESSAGE_BYTES
     """Maximum size of a message from the process. A process that sends a larger message is replaced."""
     silence_s: float
@@ -42,7 +42,7 @@ class Supervised(ABC):
         self._settled = asyncio.Event()
         """Set if the process accepts requests, or if attempts to start it must fail."""
         self._replacing = False
-        """Whether the process ends because of `_replace`. The caller of `_replace` resets this attribute."""
+        """True if the process ends because of `_replace`. The caller of `_replace` resets this attribute."""
         self._replies: dict[Hashable, asyncio.Future[Any]] = {}
         """Futures of the replies to requests in progress, by request."""
         self._num_received = 0
@@ -100,12 +100,12 @@ class Supervised(ABC):
 
     @property
     def up(self) -> bool:
-        """Whether the process runs and is ready."""
+        """True if the process runs and is ready."""
         return self._up.is_set()
 
     @property
     def accepts(self) -> bool:
-        """Whether the process accepts requests."""
+        """True if the process accepts requests."""
         return self.up and not self.closed
 
     @property

@@ -1,4 +1,4 @@
-"""Control groups that limit this process, and the number of CPUs that it may use."""
+"""The cgroups that limit this process, and the number of CPUs that it may use."""
 
 from __future__ import annotations
 

@@ -298,7 +298,7 @@ class WorkerConfig:
 
     @property
     def serves_loras(self) -> bool:
-        """Whether requests may use LoRA adapters."""
+        """True if requests may use LoRA adapters."""
         return bool(self.lora or self.lora_dir)
 
     @property
@@ -508,7 +508,7 @@ class ServiceConfig:
 
     @property
     def has_keys(self) -> bool:
-        """Whether requests need an API key."""
+        """True if requests need an API key."""
         return bool(self.api_key or self.api_key_file)
 
     @property

@@ -34,7 +34,7 @@ class SegmentInfo:
     """Time since the file was created or last written with a system call."""
     num_bytes: int
     mapped: bool | None
-    """Whether a process maps the file. None if the processes of the owner cannot be examined."""
+    """True if a process maps the file. None if the processes of the owner cannot be examined."""
     pids: tuple[int, ...]
     """Processes that map the file."""
 
@@ -97,7 +97,7 @@ def remove(name: str) -> bool:
 
 
 def _arenas() -> set[Path]:
-    """Return the arenas of this user, and all files of other users with the name of an arena."""
+    """Return the paths of this user's arenas, and of all files of other users that are named like arenas."""
     found = set()
     for _, path in arena_files():
         with suppress(FileNotFoundError), opened(path, os.O_RDONLY) as descriptor:

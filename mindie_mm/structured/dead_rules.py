@@ -103,7 +103,7 @@ def refuse_endless(grammar: str) -> None:
 def _matched(
     rules: Mapping[str, list[tuple[str, str]]], alive: Collection[str], is_empty: Callable[[str], bool]
 ) -> set[str]:
-    """Return the names in `alive` and the names of the rules that some text matches, if it matches those in `alive`."""
+    """Return `alive`, and the names of all rules that some text can match if texts can match the rules in `alive`."""
     found, left = {*alive}, list(rules)
     while True:
         num_before = len(found)

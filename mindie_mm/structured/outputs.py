@@ -25,7 +25,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
     grammar: str | None = None
     """Grammar in llguidance's Lark syntax with a rule `start`, or in GBNF with a rule `root`."""
     json_object: bool = False
-    """Whether the output may be any JSON object."""
+    """True if the output may be any JSON object."""
     structural_tag: str | None = None
     """Structural tag in the format of xgrammar or vLLM, as JSON text."""
     after: str | None = None

@@ -23,9 +23,9 @@ _MAX_REPEATS = 1000
 class _Part:
     text: str
     regular: bool = False
-    """Whether the part may be used in a terminal as well as in a rule."""
+    """True if the part may be used in a terminal as well as in a rule."""
     open: bool = False
-    """Whether the part may end with text of any length, which could also match the text of the next part."""
+    """True if the part may end with text of any length, which could also match the text of the next part."""
     letters: str = ""
     """The same part with one terminal per character, for use in a rule. Empty unless the part is a fixed text."""
 

@@ -36,7 +36,10 @@ class Clips(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, plan: Plan) -> Self:
-        """Return the clips of a plan. Raise OperationalError if the decoder, which may be compromised, sent another."""
+        """Return the clips of a plan.
+
+        Raise OperationalError if it is no plan of speech, because the decoder may be compromised.
+        """
         spec = plan.specs.get(SAMPLES)
         clips = cls(spec.shape[0] if spec is not None else 0, (0, *plan.grid))
         is_sorted = all(start < stop for start, stop in pairwise((*clips.starts, clips.num_samples)))
@@ -74,8 +77,8 @@ class Clips(msgspec.Struct, frozen=True, array_like=True):
     def write(self, samples: NDArray[np.int16], folder: Path) -> None:
         """Write each clip of `samples`, the array of `opened`, to its file.
 
-        The last clip is first. It is cut off the file of the array before it is written, so that the files never take
-        more than `num_bytes`.
+        Clips are written from the last to the first. Each clip is cut off the file of the array before it is written to
+        its own file, so that all files together never take more than `num_bytes`.
         """
         for index, (start, stop) in reversed([*enumerate(pairwise((*self.starts, self.num_samples)))]):
             data = samples[start:stop].tobytes()

@@ -198,7 +198,10 @@ def _check_slots(num_features: int, needed: int, kind: Kind) -> None:
 
 
 def _words_of_runs(item: PlannedItem, rows: NDArray[Any], path_file: Path, undo: ExitStack) -> Iterator[int]:
-    """Store each row of an item's array in its own segment. Yield the words and placeholders of all runs."""
+    """Store each row of an item's array in its own segment.
+
+    For each row, yield its handle words and the placeholders after them.
+    """
     run_length = item.plan.num_features // len(rows)
     for i in range(len(rows)):
         segment, array = _segment(ArraySpec(rows[i : i + 1].shape, str(rows.dtype)), path_file, undo)

@@ -48,7 +48,7 @@ class PlannedItem:
 
 
 def text_placeholder(processor: Processor) -> Placeholder:
-    """Return the placeholder of embeddings of text tokens: that of the first kind of media, without its frame."""
+    """Return the placeholder of embeddings of text tokens: that of the first kind of media, without its ids around."""
     first = next(iter(processor.placeholders.values()))
     return replace(first, before=(), after=(), caption=("", ""))
 

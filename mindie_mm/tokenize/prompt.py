@@ -92,7 +92,7 @@ class PlannedSpan(MediaSpan, frozen=True, array_like=True, kw_only=True):
     """Digest of the item's content and preprocessing. The item's block has the same digest, and a block with another
     content or other settings has another one."""
     is_rgb: bool = True
-    """Whether Pillow reads an image as RGB. An image in another mode is converted."""
+    """True if Pillow reads an image as RGB. An image in another mode is converted."""
     written_lead: int = 0
     """Part of `lead` that is written in place of the item's marker, instead of by the chat template."""
     written_tail: int = 0
@@ -122,24 +122,24 @@ class PromptOptions:
     """Maximum number of tokens, or 0 for no limit. ContextLengthExceeded is raised for a longer prompt before its media
     are preprocessed."""
     truncate: bool = False
-    """Whether a longer prompt is truncated instead: the oldest text and the oldest media items are removed."""
+    """True if a longer prompt is truncated instead: the oldest text and the oldest media items are removed."""
     is_counted: bool = False
-    """Whether a prompt of more tokens is accepted, because its tokens are only counted. Even then, the number of
+    """True if a prompt of more tokens is accepted, because its tokens are only counted. Even then, the number of
     characters is limited."""
     cache_salt: str = ""
     """Salt of the digests of media. Prompts with different salts do not share cached media."""
     owner: bytes = b""
     """Digest of the API key of the request."""
     add_special_tokens: bool = True
-    """Whether special tokens of the tokenizer or family, such as BOS, are added to a text without media and without a
+    """True if special tokens of the tokenizer or family, such as BOS, are added to a text without media and without a
     template."""
     parse_special: bool | None = None
-    """Whether the text of a prompt without a template may contain control tokens, except those of media items. If not,
+    """True if the text of a prompt without a template may contain control tokens, except those of media items. If not,
     they are encoded as plain text, as in chats. None stands for the setting of the tokenizer."""
     repeat_special_tokens: bool = False
-    """Whether the tokenizer's special tokens are added to a chat even if its template has written a BOS."""
+    """True if the tokenizer's special tokens are added to a chat even if its template has written a BOS."""
     like_vllm: bool = False
-    """Whether a chat's tokens are the same as in vLLM where it differs from transformers: it adds no special tokens to
+    """True if a chat's tokens are the same as in vLLM where it differs from transformers: it adds no special tokens to
     the text of the template, and counts the tokens of images as `Traits.alone_in_vllm` says."""
     cut_to: int = 0
     """Number of tokens to which a longer prompt is cut. 0 means no cut, and -1 stands for `max_prompt_tokens`. In

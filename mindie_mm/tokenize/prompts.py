@@ -105,7 +105,7 @@ class Prompts:
 
     @property
     def has_template(self) -> bool:
-        """Whether the checkpoint has a chat template."""
+        """True if the checkpoint has a chat template."""
         return self._text.has_template
 
     async def make(self, requests: Sequence[TokenizeRequest]) -> list[Prompt]:
@@ -291,7 +291,10 @@ class Prompts:
     def _begins_with(
         self, cut_off: Rendered, prompt: Prompt, planned: Sequence[PlannedItem], special_tokens: SpecialTokens
     ) -> tuple[int, int]:
-        """Return the number of ids of the beginning of a prompt's text, and how many of these begin the prompt."""
+        """Encode the beginning of a prompt's text.
+
+        Return the number of its ids, and how many of them, from the first, equal the prompt's ids.
+        """
         num_items = len(planned)
         if self._inserted_at is None:
             num_items = min(num_items, self._text.count_markers(cut_off, self._markers))

@@ -42,14 +42,14 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Ids of an encoded prompt, with one placeholder per media item and page of a document, or without placeholders if
     the family inserts them."""
     chat: bool = True
-    """Whether `items` are formatted as one user turn, if the checkpoint has a chat template. Otherwise they are
+    """True if `items` are formatted as one user turn when the checkpoint has a chat template. Otherwise they are
     joined."""
     path_file: str = ""
     """Path file of the request. It may be empty only for a prompt without media."""
     add_generation_prompt: bool = True
-    """Whether the prompt ends with the header of the assistant's turn."""
+    """True if the prompt ends with the header of the assistant's turn."""
     continue_final_message: bool = False
-    """Whether the prompt ends with the text of the last message."""
+    """True if the prompt ends with the text of the last message."""
     chat_template_kwargs: dict[str, Any] = {}
     """More variables for the chat template, such as `tools`."""
     options: PromptOptions = PromptOptions()

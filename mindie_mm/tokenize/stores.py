@@ -59,7 +59,7 @@ class Store(ABC):
     """Storage for media items."""
 
     needs_path_file: ClassVar[bool] = True
-    """Whether stored items are freed through a path file."""
+    """True if stored items are freed through a path file."""
     preprocessed: Preprocessed | None = None
     """Cache of preprocessed media. None if the store does not store digests."""
 

@@ -144,7 +144,7 @@ class Tokenizer:
 
     @property
     def has_template(self) -> bool:
-        """Whether the checkpoint has a chat template."""
+        """True if the checkpoint has a chat template."""
         return self.prompts.has_template
 
     def tokenize(

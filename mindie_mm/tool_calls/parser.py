@@ -47,7 +47,7 @@ class ToolCallParser(JsonArguments, ABC):
     dropped."""
 
     ends_reasoning: ClassVar[bool] = False
-    """Whether the model may call a tool within its reasoning, without ending the reasoning first."""
+    """True if the model may call a tool within its reasoning, without ending the reasoning first."""
     tool_names: ClassVar[re.Pattern[str]] = NAME
     """Pattern of the tool names that the format can represent."""
     around: ClassVar[tuple[str, str, str]] = ("", "", "")

@@ -68,7 +68,7 @@ class ReasoningParser(Scanner):
         self._openings = parser.openings if parser and parser.ends_reasoning else ()
         self._closings = parser.closings if parser and parser.ends_reasoning else ()
         self.is_over = False
-        """Whether the reasoning has ended or does not exist."""
+        """True if the reasoning has ended or does not exist."""
         self._events: list[Reasoning | Content] = []
         self._steps = self._answer(opened)
         next(self._steps)

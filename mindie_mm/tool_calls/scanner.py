@@ -46,9 +46,9 @@ class Scanner:
         """Position of the first character that is still needed."""
         self._ended = False
         self._is_whole = False
-        """Whether the model ended the text itself."""
+        """True if the model ended the text itself."""
         self.is_cut = False
-        """Whether the text ended with the beginning of an expected literal."""
+        """True if the text ended with the beginning of an expected literal."""
         self._accepted = ""
         """Literal that was accepted last."""
 

@@ -39,7 +39,9 @@ _GO_ON = "Choose another file for --output, or restore the earlier settings, fil
 
 
 class Requests:
-    """What rows state about their answers. By default, all rows have the same sampling parameters.
+    """The requests of rows: the prompt of each row, and the settings of its answer.
+
+    By default, all rows have the same sampling parameters.
 
     The service derives from this class, because it knows the fields of OpenAI's requests.
     """

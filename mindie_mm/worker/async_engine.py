@@ -68,7 +68,7 @@ class AsyncEngine(Supervised):
         self._successor: asyncio.Future[None] | None = None
         """Future of the next process during `reload`. In this time, the engine does not accept requests."""
         self.doubts_checkpoint = False
-        """Whether the checkpoint may be the reason why the engine does not start, because the last process refused the
+        """True if the checkpoint may be the reason why the engine does not start, because the last process refused the
         checkpoint, or was started by a reload."""
         self.info: Ready
         self.stats = Stats()
@@ -121,12 +121,12 @@ class AsyncEngine(Supervised):
 
     @property
     def accepts(self) -> bool:
-        """Whether the engine accepts requests."""
+        """True if the engine accepts requests."""
         return super().accepts and self._successor is None
 
     @property
     def restarting(self) -> bool:
-        """Whether a new process is being started, and no earlier attempt has failed."""
+        """True if a new process is being started, and no earlier attempt has failed."""
         return not (self.accepts or self.closed or self._starter.failing.is_set())
 
     async def generate(

@@ -54,7 +54,7 @@ class BeamSearchParams:
     """Exponent of the number of tokens, in [-10, 10]. Outputs are ranked by their total log-probability divided by
     `num_tokens ** length_penalty`, so a positive exponent favors long outputs."""
     include_stop_str_in_output: bool = False
-    """Whether the text includes the special token that ends the output, if `skip_special_tokens` is False."""
+    """True if the text includes the special token that ends the output. Needs `skip_special_tokens=False`."""
     skip_special_tokens: bool = True
     """Whether to leave special tokens out of the output's text."""
 

@@ -35,7 +35,7 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Number of leading values to keep, for models that are trained for it (Matryoshka). None means all values. If
     embeddings are normalized, the shorter embedding is normalized again."""
     normalize: bool | None = None
-    """Whether the embedding has the length 1. None means the checkpoint's own setting, or else True."""
+    """True if the embedding has the length 1. None means the checkpoint's own setting, or else True."""
     prompt_name: str | None = None
     """Name of the instruction in the checkpoint's config_sentence_transformers.json to put before the text. None means
     the checkpoint's default, which may be no instruction."""
@@ -48,11 +48,11 @@ class Embedder:
     size: int
     """Number of values of an embedding."""
     modules: SentenceModules
-    """What the checkpoint's files specify, or the defaults of a checkpoint without these files."""
+    """Settings from the checkpoint's files, or the defaults of a checkpoint without these files."""
     pooling: Pooling | None
     """Hidden states of an embedding, or None if the checkpoint computes none."""
     chat: bool
-    """Whether a text becomes a turn of a chat."""
+    """True if a text becomes a turn of a chat."""
     matryoshka: Sequence[int] | None
     """The numbers of dimensions that the checkpoint supports, if it lists them."""
     refusal: str

@@ -51,7 +51,10 @@ def params_of(given: Params, num_inputs: int, vocab_size: int) -> list[SamplingP
 
 
 def requests_of(name: str, given: Any, chat_template: bool, parse_special: bool | None, webui: bool) -> list[Parse]:
-    """Return a function that parses it for each prompt of the argument `name`, which is one prompt or a list."""
+    """Return one function per prompt of the argument `name`, which parses this prompt.
+
+    The argument is a prompt or a list of prompts.
+    """
     switches = chat_template, parse_special, webui
     if isinstance(given, str) or is_token_ids(given) or _is_items(given):
         return [request_of(name, given, *switches)]

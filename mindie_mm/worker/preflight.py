@@ -8,7 +8,7 @@ from mindie_mm.settings.config import WorkerConfig, kind_of_name
 
 
 def check_before_loading(config: WorkerConfig) -> None:
-    """Refuse a model that is no checkpoint directory, a LoRA adapter that is none, and a device that cannot be here.
+    """Raise an error if the model or a LoRA adapter cannot be read, or if this machine cannot have a device.
 
     Raises:
         UnsupportedCheckpoint: The model is not a checkpoint directory, such as a name on the Hugging Face Hub.

@@ -99,7 +99,7 @@ class PromptSource:
 
     @property
     def can_remake(self) -> bool:
-        """Whether the prompt can be tokenized again."""
+        """True if the prompt can be tokenized again."""
         return self._again is not None
 
     def share(self, num_answers: int) -> None:

@@ -34,7 +34,7 @@ class Scorer:
 
     @property
     def uses_pairs(self) -> bool:
-        """Whether a prompt contains a pair. Otherwise it contains a query or a document."""
+        """True if a prompt contains a pair. Otherwise it contains a query or a document."""
         return self.embedder.modules.score is not None
 
     def sampling_params(self, priority: int = 0, cache_salt: str = "") -> SamplingParams:

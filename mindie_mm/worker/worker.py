@@ -139,7 +139,7 @@ class Worker:
 
     @property
     def only_plans(self) -> bool:
-        """Whether the worker has no engine."""
+        """True if the worker has no engine."""
         return isinstance(self.engine, NoEngine)
 
     @property

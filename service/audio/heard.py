@@ -1,4 +1,4 @@
-"""What a model has heard in a clip: texts between time stamps, read from its answer."""
+"""The transcript of a clip: texts between time stamps, read from the model's answer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Heard:
     stretches: Sequence[Stretch]
     usage: Usage
     is_cut_off: bool = False
-    """Whether a limit on tokens has cut off the answer."""
+    """True if a limit on tokens has cut off the answer."""
     language: str = ""
     """Code of the language that the answer states, or an empty string."""
     no_speech_prob: float | None = None

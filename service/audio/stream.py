@@ -55,7 +55,7 @@ class ClipText:
         self._changed = changed
         self._waiting = ""
         self.is_begun = False
-        """Whether a part of the text has been taken."""
+        """True if a part of the text has been taken."""
         self.is_complete = False
         self.is_cut_off = False
         self.usage: Usage | None = None

@@ -112,7 +112,11 @@ class Batches:
             turn.release()
 
     async def _run(self, owner: str, batch: Batch, *, is_turn: bool) -> None:
-        """Run a batch. Without `is_turn`, another process or task may run it: only end it if it is over."""
+        """Run a batch.
+
+        If `is_turn` is false, another batch of the key is running, so that this one may only be ended, if it was
+        cancelled or has expired.
+        """
         folder = self.store.folder(owner, batch.id)
         if not is_turn and await in_thread(lambda: folder.ending(batch)) is None:
             return  # before the lock, because another process could try to lock the batch at the same time

@@ -121,7 +121,7 @@ class Batch(msgspec.Struct, kw_only=True):
 
     @property
     def has_ended(self) -> bool:
-        """Whether the batch will not change any more."""
+        """True if the batch will not change any more."""
         return self.status in ENDED
 
     def described(self) -> BatchObject:

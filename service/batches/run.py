@@ -47,12 +47,12 @@ Answer = Callable[[str, bytes, str], Awaitable[tuple[int, str, bytes]]]
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """What batches need to run."""
+    """The means by which batches run."""
 
     files: FileStore
     answer: Answer
     is_ready: Callable[[], bool]
-    """Whether an engine accepts requests, and the service is not stopping."""
+    """True if an engine accepts requests, and the service is not stopping."""
     slots: asyncio.Semaphore
     """Limit on the requests of all batches in progress."""
     limits: Limits

@@ -49,7 +49,7 @@ class BatchFolder:
 
     @property
     def exists(self) -> bool:
-        """Whether the batch has a description, perhaps one that cannot be read."""
+        """True if the batch has a description, perhaps one that cannot be read."""
         return os.path.lexists(self.path / _DESCRIPTION)
 
     @property

@@ -86,7 +86,7 @@ class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """What the files of an API key occupy."""
+    """The space that the files of an API key occupy."""
 
     files: int
     """Number of files, with the output that each batch in progress may have."""
@@ -122,8 +122,8 @@ class FileStore:
     def receiving(self, owner: str, used: Used) -> Iterator[Callable[[int], None]]:
         """Count the bytes of an upload. Yield the function that counts them, which raises LimitExceeded.
 
-        `used` is what the key's files occupied when the upload began. Uploads in progress are added. Use the
-        context on the event loop only, so that it needs no lock.
+        `used` is the space that the key's files occupied when the upload began. The bytes of other uploads in progress
+        are added. Use the context on the event loop only, so that it needs no lock.
         """
         received = 0
 
@@ -139,7 +139,10 @@ class FileStore:
             self._coming[owner] -= received
 
     def require_room(self, owner: str, num_files: int = 1) -> Used:
-        """Return what the key's files occupy. Raise LimitExceeded if the key may not have `num_files` more files."""
+        """Return the space that the key's files occupy.
+
+        Raise LimitExceeded if the key may not have `num_files` more files.
+        """
         self._remove_expired(owner)
         used = self.used(owner)
         if used.files + num_files > self._max_files:
@@ -164,7 +167,7 @@ class FileStore:
             )
 
     def used(self, owner: str) -> Used:
-        """Return what the key's files occupy, and what batches in progress do."""
+        """Return the space that the key's files and its batches in progress occupy."""
         sizes = []
         with suppress(FileNotFoundError), os.scandir(self._folder(owner)) as entries:
             for entry in entries:
@@ -175,7 +178,7 @@ class FileStore:
         return Used(len(sizes) + coming.files, sum(sizes) + coming.num_bytes)
 
     def _of_batches(self, owner: str) -> Used:
-        """Return what batches in progress occupy that is not counted as a file, too."""
+        """Return the space that batches in progress occupy. A file that also is in the store is not counted again."""
         num_files = num_bytes = 0
         for path in (self.root / owner / "batches").glob("*/*.jsonl"):
             with suppress(FileNotFoundError):

@@ -92,17 +92,17 @@ class Connection(HttpToolsProtocol):
     _lines: _Lines | None = None
     """Counts for the current head or trailers. None within a body and between requests."""
     _in_body: bool = False
-    """Whether a request's head is complete, but its body is not."""
+    """True if a request's head is complete, but its body is not."""
     _num_body_bytes: int = 0
     _num_announced_bytes: int = 0
     """Content-Length of the request whose body arrives. 0 without this header."""
     _closes_after_body: bool = False
-    """Whether the connection must be closed after the body that arrives, because its response said so."""
+    """True if the connection must be closed after the body that arrives, because its response said so."""
     _num_chunks: int = 0
     _reason: tuple[int, str] | None = None
     """Status and message of the refusal if one of the checks of this class fails."""
     _refused: bool = False
-    """Whether a refusal has stopped the parsing."""
+    """True if a refusal has stopped the parsing."""
     _num_dropped_bytes: int = 0
 
     def connection_made(self, transport: Any) -> None:
@@ -249,7 +249,7 @@ class Connection(HttpToolsProtocol):
 
     @property
     def _in_answered_body(self) -> bool:
-        """Whether a request has been answered and the rest of its body is still arriving."""
+        """True if a request has been answered and the rest of its body is still arriving."""
         return self._in_body and self.cycle.response_complete
 
     def _parse(self, data: bytes) -> None:

@@ -89,7 +89,7 @@ _ELSEWHERE: Mapping[str, str] = {
     "/api/generate": "use /v1/completions in place of Ollama's API",
     "/api/tags": "use /v1/models in place of Ollama's API",
 }
-"""What to use instead of paths of other services, by the beginning of the path."""
+"""Advice for paths of other services, by the beginning of the path."""
 
 
 class ErrorObject(BaseModel):

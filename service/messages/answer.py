@@ -118,7 +118,7 @@ def _end(finish_reason: str | None, stop_reason: str | int | None, used: Usage, 
 
 
 def _input(arguments: str) -> dict[str, Any] | None:
-    """Return the input of a call. None if a limit cut off the call, so that no client runs it."""
+    """Return the input of a call. Return None if a limit cut off the call, so that no client runs it."""
     try:
         return msgspec.json.decode(arguments, type=dict[str, Any]) if arguments else {}
     except (msgspec.DecodeError, RecursionError):

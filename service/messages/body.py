@@ -87,7 +87,7 @@ class ToolResultBlock(Fields):
     tool_use_id: str
     content: Annotated[Array[ResultBlock], _ONE_TEXT] | None = None
     is_error: bool | None = None
-    """Whether the tool has failed. The result then begins with "Error: "."""
+    """True if the tool has failed. The result then begins with "Error: "."""
 
 
 class ToolUseBlock(Fields):
@@ -147,7 +147,7 @@ class ClientTool(Fields):
     input_schema: dict[str, Any] | None = None
     """JSON schema of the input."""
     strict: bool | None = None
-    """Whether the input must fit the schema even if the model decides whether to call a tool."""
+    """True if the input must fit the schema even when the model decides itself to call a tool."""
 
 
 class ToolChoice(Fields):
@@ -160,7 +160,7 @@ class ToolChoice(Fields):
 
 
 class Thinking(Fields):
-    """Whether the model reasons before it answers."""
+    """True if the model reasons before it answers."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[int, Field(ge=0, le=INT32_MAX), WHOLE] | None = None

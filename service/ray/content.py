@@ -90,7 +90,7 @@ class Route:
 
     @property
     def has_others(self) -> bool:
-        """Whether there are replicas that have not received the request."""
+        """True if there are replicas that have not received the request."""
         return any(name not in self.tried for name in self.names)
 
     def begin(self, name: str, loads: Loads) -> None:
@@ -142,9 +142,10 @@ def route_of(body: bytes, owner: bytes = b"", loras: Collection[str] = ()) -> Ro
 
 
 def keeper_of(path: str, body: bytes) -> str | None:
-    """Return the name of the replica in the first id of a response, or of an item, in a request. None without one.
+    """Return the name of the replica that stores the response or item to which a request refers.
 
-    A text of the client may look like such an id. The request is then offered to that replica first.
+    It is part of the first such id in the request. Return None if there is no such id. If a text of the client only
+    looks like an id, the request is offered to that replica first, which does no harm.
     """
     if not path.startswith(_STORING):
         return None

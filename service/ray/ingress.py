@@ -236,9 +236,9 @@ class _Sending:
         self._send = send
         self._timeout_s = timeout_s
         self.begun = False
-        """Whether the client has received a part of the answer."""
+        """True if the client has received a part of the answer."""
         self.streams_events = False
-        """Whether the answer is a stream of server-sent events."""
+        """True if the answer is a stream of server-sent events."""
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":

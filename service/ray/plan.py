@@ -1,4 +1,4 @@
-"""What each replica of an application receives: the settings, and the version that built the application."""
+"""The plan that each replica of an application receives: the settings, and the version that built the application."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Admission:
         self._idle.set()
         self._grace_over = asyncio.Event()
         self.stopping = False
-        """Whether new requests are refused."""
+        """True if new requests are refused."""
 
     def __len__(self) -> int:
         return len(self._live)

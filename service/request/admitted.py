@@ -48,7 +48,10 @@ class Admitted(Response):
         """Send the answer except its last bytes, and return the last bytes."""
 
     def _last_words(self, _: Exception) -> bytes | None:
-        """Return the bytes that report an error after the answer has begun. None if the format cannot report errors."""
+        """Return the bytes that report an error after the answer has begun.
+
+        Return None if the format cannot report errors.
+        """
         return None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -96,14 +96,14 @@ class Call(OutputRules):
     """The `system_fingerprint` of the answer."""
     clock: Clock
     timed: bool
-    """Whether the answer contains timings."""
+    """True if the answer contains timings."""
     meter: Meter
     owner: bytes
     """Digest of the API key that the request carries."""
     length_penalty: float | None = None
     """Length penalty of a beam search with `n` beams. If it is None, tokens are drawn."""
     accepts_handles: bool = False
-    """Whether token ids of the request may contain handle words."""
+    """True if token ids of the request may contain handle words."""
 
     @property
     def model_name(self) -> str:

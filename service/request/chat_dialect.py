@@ -40,7 +40,7 @@ class ChatDialect:
     special: frozenset[int]
     """Ids of the special tokens, which answers do not show."""
     strict: bool = False
-    """Whether a reasoning effort is refused if the template has no place for it. Otherwise it is ignored."""
+    """True if a reasoning effort is refused when the template has no place for it. Otherwise it is ignored."""
 
     @classmethod
     def of(cls, worker: Worker, config: ServiceConfig) -> ChatDialect:

@@ -60,7 +60,7 @@ class Incoming:
     hold: Callable[[int], None]
     """Function that counts bytes as if they were in the request's body. It raises HTTPException at a limit."""
     of_batch: bool = False
-    """Whether the request belongs to a batch. It is then less urgent than all others."""
+    """True if the request belongs to a batch. It is then less urgent than all others."""
 
     @property
     def file_owner(self) -> str:

@@ -28,30 +28,30 @@ class MessageRules:
     reasoning: ReasoningFormat | None = None
     """Format of the reasoning, or None if the model does not write reasoning."""
     opened: bool = False
-    """Whether the prompt already ends with the marker that starts the reasoning."""
+    """True if the prompt already ends with the marker that starts the reasoning."""
     shows_reasoning: bool = True
-    """Whether the message includes the reasoning."""
+    """True if the message includes the reasoning."""
     separates_reasoning: bool = True
-    """Whether the reasoning has fields of its own. If not, the content begins with the reasoning."""
+    """True if the reasoning has fields of its own. If not, the content begins with the reasoning."""
     streams_reasoning: bool = True
-    """Whether a stream sends the reasoning in pieces. If not, it sends one piece when the reasoning ends."""
+    """True if a stream sends the reasoning in pieces. If not, it sends one piece when the reasoning ends."""
     parser: type[ToolCallParser] | None = None
     """Parser of the tool calls. If it is None, tool calls remain in the content."""
     tools: Sequence[Tool] = ()
     num_earlier_calls: int = 0
     """Number of tool calls in the request's messages."""
     parallel: bool = True
-    """Whether the message may have several tool calls. If not, only the first call is kept."""
+    """True if the message may have several tool calls. If not, only the first call is kept."""
     holds_calls: bool = False
-    """Whether a call is held back until it is complete, because a stop token may cut it off. It is then text."""
+    """True if a call is held back until it is complete, because a stop token may cut it off. It is then text."""
     as_function: bool = False
-    """Whether the call is written as OpenAI's deprecated `function_call`."""
+    """True if the call is written as OpenAI's deprecated `function_call`."""
     hidden: Sequence[str] = ()
     """Special tokens that the text contains for the parsers. They are removed from the content."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether the content is the whole text."""
+        """True if the content is the whole text."""
         return self.reasoning is None and self.parser is None
 
     def delta(self, content: ChatDelta) -> ChatDelta:

@@ -22,7 +22,7 @@ class Page(TypedDict, Generic[Item]):
     first_id: str | None
     last_id: str | None
     has_more: bool
-    """Whether the list continues after `last_id`."""
+    """True if the list continues after `last_id`."""
 
 
 def page_of(items: Sequence[Item], after: str | None, limit: int) -> Page[Item]:

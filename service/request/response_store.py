@@ -87,7 +87,7 @@ class ResponseStore:
 
     @property
     def is_on(self) -> bool:
-        """Whether responses are stored."""
+        """True if responses are stored."""
         return self._max_bytes > 0
 
     @property
@@ -189,7 +189,7 @@ class ResponseStore:
         return stored
 
     def cancel(self, owner: bytes, response_id: str) -> Mapping[str, Any] | None:
-        """Cancel a response that is being generated, and return it. None if there is no such response."""
+        """Cancel a response that is being generated, and return it. Return None if there is no such response."""
         if (running := self._running.get((owner, response_id))) is None:
             return None
         running[1].set()

@@ -62,7 +62,7 @@ class ResponseObject(TypedDict):
     reasoning: dict[str, Any]
     service_tier: str
     store: bool
-    """Whether later requests may refer to the response."""
+    """True if later requests may refer to the response."""
     temperature: float
     text: dict[str, Any]
     tool_choice: Any
@@ -90,7 +90,7 @@ class ResponseEvents:
 
     response: ResponseObject
     summarizes: bool
-    """Whether reasoning is sent as a summary."""
+    """True if reasoning is sent as a summary."""
     custom_tools: Collection[str]
     """Names of the tools whose input is a text."""
     send: SendEvent = lambda _: None

@@ -263,7 +263,7 @@ class ResponsesBody(Body):
     text: TextOptions | None = None
     stream: bool | None = None
     store: bool | None = None
-    """Whether later requests may refer to the response. Default: true, if the service stores responses."""
+    """True if later requests may refer to the response. Default: true, if the service stores responses."""
     previous_response_id: str | None = None
     """Id of a stored response. Its conversation precedes the input."""
     metadata: dict[str, Any] | None = None
@@ -272,10 +272,10 @@ class ResponsesBody(Body):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the answer has log-probabilities."""
+        """True if the answer has log-probabilities."""
         return bool(self.top_logprobs) or "message.output_text.logprobs" in (self.include or ())
 
     @property
     def summarizes(self) -> bool:
-        """Whether reasoning is sent as a summary."""
+        """True if reasoning is sent as a summary."""
         return self.reasoning is not None and bool(self.reasoning.summary or self.reasoning.generate_summary)

@@ -251,7 +251,7 @@ class Chat(Responder):
         return LogprobsBuffer(self.call.service.worker.tokenizer, self.call.params, self.call.silent)
 
     async def _logprobs(self, part: Delta | Choice, buffer: LogprobsBuffer) -> ChatLogprobs | None:
-        """Return the log-probabilities to send with a choice or with a delta. None if a delta has none."""
+        """Return the log-probabilities to send with a choice or with a delta. Return None if a delta has none."""
         released = await buffer.push(part)
         if not released.logprobs and isinstance(part, Delta):
             return None

@@ -87,7 +87,7 @@ class InferParameters(Settings):
     cache_salt: CacheSalt | None = None
     """Has the same meaning as in `GenerationBody`."""
     parse_special: bool | None = None
-    """Whether control tokens in texts without a chat template are control tokens, except those of media items. If not,
+    """True if control tokens in texts without a chat template are control tokens, except those of media items. If not,
     they are plain text. Default: `--parse-special`."""
     details: bool | None = None
     timeout: Annotated[int, Field(ge=1, le=3600), WHOLE] | None = None
@@ -95,7 +95,7 @@ class InferParameters(Settings):
 
     @property
     def draws(self) -> bool:
-        """Whether tokens are sampled. If not, decoding is greedy."""
+        """True if tokens are sampled. If not, decoding is greedy."""
         if self.do_sample is None:
             return any(value is not None for value in (self.temperature, self.top_k, self.top_p))
         return self.do_sample
@@ -130,7 +130,7 @@ class InputsBody(Body):
     inputs: Inputs
     """A text that is used without a chat template, or a `List[Dict]` that becomes one user turn of a chat."""
     chat_template: Templated | None = None
-    """Whether a list becomes a chat turn. If it is false, the items are joined without a template. Default: true."""
+    """True if a list becomes a chat turn. If it is false, the items are joined without a template. Default: true."""
     parameters: InferParameters | None = None
 
     @model_validator(mode="before")

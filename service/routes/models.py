@@ -30,7 +30,7 @@ class ModelCard(TypedDict):
     """Name of the model that a LoRA adapter changes, or null for the model."""
     max_model_len: int
     note: str | None
-    """What users should know about the model: what the embedded model can do, or null for other models."""
+    """A note for users: the tasks of the embedded model, or null for other models."""
 
 
 class ModelList(TypedDict):

@@ -36,7 +36,7 @@ class RenderChatBody(ChatBody):
     """POST /v1/chat/completions/render. The other fields are those of /v1/chat/completions."""
 
     mm_payload: Payload = "tensors"
-    """Whether the answer contains the preprocessed media (tensors), or only their places and hashes (none)."""
+    """Tensors if the answer contains the preprocessed media, or none if it contains only their places and hashes."""
 
 
 class RenderCompletionBody(CompletionBody):

@@ -45,9 +45,9 @@ class TokenizeBody(ToolFields, Body):
     messages: Array[AnyMessage] | None = None
     inputs: Inputs | None = None
     chat_template: Templated | None = None
-    """Whether a list of `inputs` becomes a chat turn. Allowed only with `inputs`. Default: true."""
+    """True if a list of `inputs` becomes a chat turn. Allowed only with `inputs`. Default: true."""
     add_generation_prompt: bool | None = None
-    """Whether the chat template ends with the start of the assistant's turn. Default: true."""
+    """True if the chat template ends with the start of the assistant's turn. Default: true."""
     add_special_tokens: bool | None = None
     """Add the tokenizer's special tokens, such as BOS. The default is true for `prompt` and false for `messages`, whose
     template usually writes these tokens. Not supported with `inputs`."""

@@ -94,7 +94,7 @@ Stop = Annotated[
 """One stop string or a list of stop strings. The value is a tuple in both cases."""
 
 Templated = Annotated[bool, must_be("true or false; only the chat template of the checkpoint is supported")]
-"""Whether the chat template turns `inputs` into a user turn. If not, `inputs` are joined without a template."""
+"""True if the chat template turns `inputs` into a user turn. If not, `inputs` are joined without a template."""
 
 
 class Fields(BaseModel):

@@ -79,7 +79,7 @@ class EmbeddingBody(PoolingBody):
     dimensions: Annotated[int, Field(ge=1, le=INT32_MAX), WHOLE] | None = None
     """Number of leading values to keep. The shorter embedding is normalized again. Default: all values."""
     normalize: bool | None = None
-    """Whether embeddings have the length 1. Default: the checkpoint's setting."""
+    """True if embeddings have the length 1. Default: the checkpoint's setting."""
     use_activation: bool | None = None
     """Another name of `normalize`."""
     prompt_name: str | None = None
@@ -90,10 +90,10 @@ class EmbeddingBody(PoolingBody):
     parse_special: bool | None = None
     """Has the same meaning as in a completion. It has no effect on texts that become turns of a chat."""
     add_generation_prompt: bool | None = None
-    """Whether the prompt of a chat ends with the start of the assistant's turn. Default: the checkpoint's setting, or
+    """True if the prompt of a chat ends with the start of the assistant's turn. Default: the checkpoint's setting, or
     else false."""
     continue_final_message: bool | None = None
-    """Whether the prompt of a chat ends with the text of the last message."""
+    """True if the prompt of a chat ends with the text of the last message."""
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX), WHOLE] | None = None
     """Number of tokens to keep of a longer input. -1: as many tokens as the model supports."""
     truncation_side: Literal["left", "right"] | None = None

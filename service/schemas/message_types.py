@@ -121,7 +121,7 @@ class Function(TypedDict, total=False):
     parameters: dict[str, Any] | None
     """JSON schema of the arguments, an object."""
     strict: bool | None
-    """Whether the arguments must be valid even if the model decides whether to call the function."""
+    """True if the arguments must be valid even when the model decides itself to call the function."""
 
 
 class Tool(TypedDict):

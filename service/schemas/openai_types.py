@@ -109,12 +109,12 @@ class GenerationBody(Body, StructureFields, ExtraFields):
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
+        """True if a stream ends with the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def continuous_usage(self) -> bool:
-        """Whether each chunk of a stream has the usage so far."""
+        """True if each chunk of a stream has the usage so far."""
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def params(self, default: SamplingParams, **overrides: Any) -> SamplingParams:
@@ -147,7 +147,7 @@ class ChatBody(ToolFields, GenerationBody):
     top_logprobs: Logprobs | None = None
     """Number of most likely tokens to report per position. Requires `logprobs`."""
     add_generation_prompt: bool | None = None
-    """Whether the chat template ends with the start of the assistant's turn. Default: true."""
+    """True if the chat template ends with the start of the assistant's turn. Default: true."""
     continue_final_message: bool | None = None
     """Continue the last message instead of answering it. Cannot be combined with `add_generation_prompt`."""
     add_special_tokens: bool | None = None
@@ -160,16 +160,16 @@ class ChatBody(ToolFields, GenerationBody):
     media_io_kwargs: Any = None
     """Default options of videos: `{"video": {"fps": ..., "num_frames": ...}}`."""
     parallel_tool_calls: bool | None = None
-    """Whether the answer may have several tool calls. Default: true."""
+    """True if the answer may have several tool calls. Default: true."""
     reasoning_effort: str | None = None
     """Variable of the chat template. For a template that has only `enable_thinking`, "none" turns thinking off and any
     other value turns it on. Ignored if the template has neither variable, unless `--strict` is set."""
     include_reasoning: bool | None = None
-    """Whether the answer includes the reasoning. Default: true."""
+    """True if the answer includes the reasoning. Default: true."""
     separate_reasoning: bool | None = None
-    """Whether the reasoning has fields of its own. Default: true. If false, the content begins with the reasoning."""
+    """True if the reasoning has fields of its own. Default: true. If false, the content begins with the reasoning."""
     stream_reasoning: bool | None = None
-    """Whether a stream sends the reasoning in pieces. Default: true. If false, one chunk contains all of it."""
+    """True if a stream sends the reasoning in pieces. Default: true. If false, one chunk contains all of it."""
     thinking_token_budget: Annotated[int, Field(ge=-1, le=INT32_MAX), WHOLE] | None = None
     """Maximum number of reasoning tokens, after which the reasoning is ended. -1: no limit."""
 
@@ -243,7 +243,7 @@ class CompletionBody(GenerationBody):
     add_special_tokens: bool | None = None
     """Add the tokenizer's special tokens, such as BOS, to texts that do not have them. Default: true."""
     parse_special: bool | None = None
-    """Whether control tokens in a text, such as `<|im_start|>`, are control tokens, except those of media items. If
+    """True if control tokens in a text, such as `<|im_start|>`, are control tokens, except those of media items. If
     not, they are plain text. Default: `--parse-special`."""
     logprobs: Logprobs | None = None
 

@@ -45,11 +45,11 @@ class RerankBody(PoolingBody):
     instruction: str | None = None
     """Instruction in place of the checkpoint's own."""
     return_documents: bool | None = None
-    """Whether results contain the documents. Default: true."""
+    """True if results contain the documents. Default: true."""
     max_tokens_per_doc: Annotated[int, Field(ge=0, le=INT32_MAX), WHOLE] | None = None
     """Number of tokens to keep at the beginning of a longer text document. 0 and null mean all."""
     use_activation: bool | None = None
-    """Whether a reranker's score is the sigmoid of the difference of logits. Default: the checkpoint's setting."""
+    """True if a reranker's score is the sigmoid of the difference of logits. Default: the checkpoint's setting."""
 
 
 class ScoreBody(PoolingBody):

@@ -30,9 +30,9 @@ class ToolUse:
     name: str | None = None
     """Name of the only tool that the model may call, or None if it may call any tool in `offered`."""
     parallel: bool = True
-    """Whether the answer may have several calls. If `name` is set, the default is a single call."""
+    """True if the answer may have several calls. If `name` is set, the default is a single call."""
     is_deprecated: bool = False
-    """Whether the request has OpenAI's deprecated `functions`. A call in the answer is then a `function_call`."""
+    """True if the request has OpenAI's deprecated `functions`. A call in the answer is then a `function_call`."""
 
     @classmethod
     def of(cls, tools: Sequence[Any] | None, tool_choice: Any, parallel: bool | None) -> ToolUse:
@@ -94,7 +94,7 @@ class ToolUse:
 
     @property
     def is_strict(self) -> bool:
-        """Whether calls of some tool must have valid arguments even if the model decides whether to call tools."""
+        """True if calls of some tool must have valid arguments even if the model decides whether to call tools."""
         return any(tool["function"].get("strict") for tool in self.offered)
 
     @property

@@ -193,7 +193,7 @@ def test_a_graph_that_computes_nothing_is_not_used(model, prompts, recorded, mon
 
 
 def test_a_first_step_with_more_rows_than_a_graph_is_computed_without_one(model, prompts, recorded, monkeypatch):
-    """Whether attention gathers is learned from the first decode step, whatever its size."""
+    """True if attention gathers is learned from the first decode step, whatever its size."""
     expected = run(Engine(model, EngineConfig(enforce_eager=True)), prompts, max_tokens=8, ignore_eos=True)
     monkeypatch.setattr(Kernels, "attends_in_graphs", True)
     monkeypatch.setattr(decode_graphs, "MOST_SLOTS", 32)

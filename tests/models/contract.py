@@ -353,14 +353,14 @@ class FamilyContract:
     bfloat16 reference, need a value other than the default.
     """
     chooses_experts: ClassVar[bool] = False
-    """Whether rounding may choose other experts with nearly the same score.
+    """True if rounding may choose other experts with nearly the same score.
 
     In bfloat16, the mean difference of the logits is then compared, with a limit of 0.06.
     """
     num_tokens: ClassVar[int] = NUM_TOKENS
     """Number of greedily generated tokens to compare. Golden data may contain fewer."""
     unspelled: ClassVar[bool] = False
-    """Whether the family places the items itself, so that the text of a prompt has no markers for them."""
+    """True if the family places the items itself, so that the text of a prompt has no markers for them."""
     settings_file: ClassVar[str | None] = "preprocessor_config.json"
     """File that an error must mention if there are no preprocessing settings. None if config.json contains them."""
 

@@ -34,7 +34,7 @@ class Scheme:
     """Number of inputs of a group. None means all inputs, and 0 means the whole weight."""
     symmetric: bool = True
     shuffled: bool = False
-    """Whether groups consist of inputs in a random order."""
+    """True if groups consist of inputs in a random order."""
     inputs: str | None = None
     """How inputs are rounded: dynamic, static, or not at all."""
 

@@ -157,7 +157,7 @@ def test_every_error_of_one_or_two_bits_is_refused() -> None:
 
 
 def test_every_error_of_one_or_two_bits_is_detected_for_every_reference() -> None:
-    """Whether an error is detected does not depend on the reference, because the checks are affine.
+    """True if an error is detected does not depend on the reference, because the checks are affine.
 
     The syndromes of the 128 single bits are the same for every reference. None of them is zero and all differ, so no
     error of one or two bits passes both checks.

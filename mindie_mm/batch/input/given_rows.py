@@ -125,7 +125,7 @@ def _lines(rows: Iterable[Any], media: MediaCaps, limit: int | None) -> Iterator
 
 
 def _line(row: Any, media: MediaCaps) -> bytes:
-    """Return a row as the line that `json.dumps` gives, if it gives one. Otherwise, replace what JSON does not have."""
+    """Return a row as one line of JSON. Values that JSON cannot represent are converted."""
     try:
         if not _has_clip(row, ""):
             return json.dumps(row, allow_nan=False).encode()
@@ -164,7 +164,7 @@ def _encodable(value: Any, key: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value that JSON does not have as a value that it has."""
+    """Convert a value that JSON cannot represent, such as a date or an array, to one that it can."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, Decimal):
@@ -194,7 +194,7 @@ def _media(value: Any, kind: Any) -> str | list[str]:
 
 
 def _has_clip(value: Any, key: str) -> bool:
-    """Return whether a value of a row contains an audio clip in memory. Its samples may be numbers that JSON has."""
+    """Return whether a value of a row contains an audio clip in memory, which has to become a WAV file."""
     if "audio" in key and key in _KEYS and _clip(value) is not None:
         return True
     if isinstance(value, Mapping):

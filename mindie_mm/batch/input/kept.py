@@ -146,7 +146,10 @@ def _decoded(texts: Iterable[bytes], names: Collection[str]) -> Iterator[dict[st
 
 @cache
 def _decoder(names: Sequence[str]) -> tuple[dict[str, str], msgspec.json.Decoder[Any]]:
-    """Return the name by field of a struct with `names`, and its decoder. Creating a type takes 2 ms."""
+    """Return a decoder of JSON objects that keeps only the keys `names`, and the key of each field of its result.
+
+    Results are cached, because creating a decoder takes 2 ms.
+    """
     fields = {f"c{number}": name for number, name in enumerate(names)}
     row_type = msgspec.defstruct("_Columns", [(field, Any, msgspec.UNSET) for field in fields], rename=fields)
     return fields, msgspec.json.Decoder(row_type)

@@ -140,7 +140,9 @@ class _Listed(msgspec.Struct):
 def _write_list(
     root: Path | RemoteFile, file: BinaryIO, template: str, left_out: Counter[str], tables: list[_Table]
 ) -> bool:
-    """Write one row per media file, sorted by name, and return whether there is one. `_media_files` has the arguments.
+    """Write one row per media file, sorted by name, and return whether there is one.
+
+    `_media_files` describes the arguments.
 
     A row of a file in a store has the file's version, so that the list differs if the file is replaced.
     """
@@ -157,7 +159,10 @@ def _write_list(
 
 
 def _escaped(name: str) -> str:
-    """Return a name for JSON, which cannot contain a name that is not UTF-8. No file has an escaped name."""
+    """Replace the bytes of a file name that are not UTF-8 by escapes, because JSON is UTF-8.
+
+    The row then fails, because no file has the escaped name.
+    """
     return os.fsencode(name).decode(errors="backslashreplace")
 
 
@@ -197,7 +202,7 @@ def _is_there(path: Path | RemoteFile) -> bool:
 def _placed_rows(table: _Table, unnamed: set[str]) -> Iterator[bytes]:
     """Yield the rows of a table as lines, with paths that start at the media folder.
 
-    The names of the files that the rows name are removed from `unnamed`. What is not JSON is yielded as it is.
+    The names of the files that the rows name are removed from `unnamed`. Lines that are not JSON are yielded unchanged.
     """
     for line in _table_rows(table.path):
         try:

@@ -128,11 +128,11 @@ def _chat_of(body: Mapping[str, Any], adapt: Adapt | None) -> dict[str, Any]:
 
 
 def request_of(record: Record) -> str | None:
-    """Return what a record states about its answer as JSON text, or None if it states nothing.
+    """Return the fields of a record that concern its answer, as JSON text, or None if it has no such fields.
 
     The text is an object with `body`: the sampling parameters, or all fields of a request but its prompt. For a line of
-    OpenAI's Batch API, it also has `custom_id` and `url`. What cannot be read is left out, because its row fails
-    anyway.
+    OpenAI's Batch API, it also has `custom_id` and `url`. Fields that cannot be read are left out, because their row
+    fails anyway.
     """
     text = record.own(".json") if isinstance(record, Files) else record
     if text is None:

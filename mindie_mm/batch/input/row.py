@@ -66,7 +66,7 @@ class Row:
     items: Sequence[Item] | None = None
     messages: Sequence[Message] | None = None
     add_generation_prompt: bool = True
-    """Whether the prompt ends with the header of the assistant's turn."""
+    """True if the prompt ends with the header of the assistant's turn."""
     template_kwargs: Mapping[str, Any] | None = None
     """Further variables for the chat template, such as `tools`."""
     reasoning_effort: str | None = None
@@ -74,7 +74,7 @@ class Row:
     parse_special: bool | None = None
     """Same as `PromptOptions.parse_special`."""
     chat: bool | None = None
-    """Whether items are formatted as one user turn. None means the setting of the run."""
+    """True if items are formatted as one user turn. None means the setting of the run."""
     answer_items: int = 0
     """Number of items at the end that are the answer, in a row without a chat template."""
 

@@ -94,7 +94,7 @@ class Source(ABC):
 
     @property
     def is_digested_whole(self) -> bool:
-        """Whether the fingerprint covers every byte of the file."""
+        """True if the fingerprint covers every byte of the file."""
         return bool(self.state.version) or self.state.size <= DIGESTED_BYTES
 
     def fingerprint(self) -> str:

@@ -91,7 +91,7 @@ class ArrayFile:
 
     @property
     def is_half_full(self) -> bool:
-        """Whether more than half of the header is used."""
+        """True if more than half of the header is used."""
         return self._head_bytes > HEADER_BYTES // 2
 
     def allocate(

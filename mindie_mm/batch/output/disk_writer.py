@@ -90,7 +90,7 @@ class WriteBatch:
 
     @property
     def is_large(self) -> bool:
-        """Whether the batch consists of a single block that is larger than other batches."""
+        """True if the batch consists of a single block that is larger than other batches."""
         return len(self.memory) > WRITE_BATCH_BYTES
 
     def cut(self, used_bytes: int) -> None:

@@ -43,7 +43,7 @@ class Holder(msgspec.Struct, frozen=True):
         return cls(token, socket.gethostname(), os.getpid(), since, time.time() + LEASE_S)
 
     def refusal(self, url: str) -> InputError:
-        """Return the error for another run."""
+        """Return the error for another run, which may not write to the folder while this holder has the lease."""
         return InputError(
             f"another run is using {url}: process {self.pid} on {self.host}, since {_time(self.since)}. If that "
             f"process was killed, its lease expires at {_time(self.expires)}, in "

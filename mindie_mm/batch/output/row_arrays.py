@@ -96,7 +96,11 @@ def fetch(folder: RemoteFile, rows: Sequence[tuple[ShardRow, ShardInfo]]) -> lis
 
 
 def _raise_reason(path: RemoteFile, size: int, data: bytes | OSError) -> NoReturn:
-    """Raise the reason why a range of a file of `size` bytes could not be fetched, or only the bytes `data` of it."""
+    """Raise the error for a range that was not fetched completely.
+
+    `size` is the file's original size in bytes. `data` is the error of the store, or the part of the range that it
+    sent.
+    """
     if (now := path.size()) != size:  # stores answer in different ways if a file ends before the range
         raise CorruptReference(f"{path} has {now} bytes, but the run wrote {size}")
     raise data if isinstance(data, OSError) else OSError(0, f"the store sent only {len(data)} bytes")

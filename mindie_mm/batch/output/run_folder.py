@@ -1,8 +1,8 @@
 """The folder of a run, which may be in an object store.
 
-Then the open shards are staged in a local folder. This folder also has the tables of all finished shards, because the
-manifest needs their digests, ids and errors. Their files of arrays have the right size there, but are holes: their
-content is only in the store, and they occupy no disk.
+While a run writes to an object store, its open shards are in a local staging folder. That folder also has the tables of
+all finished shards, because the manifest needs their digests, ids and errors. A finished shard's file of arrays is
+there only as a hole of the same size, which occupies no disk: its content is in the store alone.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _TABLES, _ARRAYS = "shard-*.parquet", ".safetensors"
 
 
 class Address(msgspec.Struct, frozen=True):
-    """What a process needs to write to the folder of a run."""
+    """Data with which a process can write to the folder of a run."""
 
     path: str
     """Local folder of the run, or its staging folder."""
@@ -205,7 +205,7 @@ class StagedFolder(RunFolder):
 
 @contextmanager
 def copies_of(url: str, folder: Path) -> Iterator[None]:
-    """Let messages about damaged files name the folder at `url`, of which the local `folder` has copies."""
+    """Inside this context, name `url` in errors about damaged files of `folder`, which has copies from this store."""
     try:
         yield
     except CorruptReference as error:

@@ -263,7 +263,7 @@ class ShardWriter:
 
     @property
     def is_full(self) -> bool:
-        """Whether the next row must go into another shard."""
+        """True if the next row must go into another shard."""
         return self.file.used_bytes >= self._shard_bytes or self.file.is_half_full
 
     @property

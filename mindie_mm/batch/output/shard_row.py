@@ -38,7 +38,7 @@ class ShardRow(msgspec.Struct, eq=False):
     columns: Mapping[str, Any] = {}
     """Values of the columns that the run kept, by name. Journals do not contain them."""
     request: str | None = None
-    """What the row states about its answer, as in `request_of`. Tables have it in a column of their own."""
+    """The row's fields that concern its answer, as `request_of` returns them. Tables have a column for them."""
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Self:

@@ -139,7 +139,7 @@ class Store:
 
     @cached_property
     def _is_atomic(self) -> bool:
-        """Whether a file is not visible before it is complete."""
+        """True if a file is not visible before it is complete."""
         return self.url.partition(":")[0].lower() in STORES
 
     @contextmanager

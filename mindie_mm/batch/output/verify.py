@@ -86,7 +86,10 @@ def damages(folder: Path | RemoteFile, manifest: Manifest, show: Show) -> Iterat
 
 
 def _damages_of_description(folder: Path | RemoteFile, manifest: Manifest) -> Iterator[Damage]:
-    """Compare the settings of the run with the manifest, and check the page that tells `datasets` where tables are."""
+    """Check run.json against the manifest.
+
+    Check README.md, from which the `datasets` library learns where the tables are.
+    """
     file = folder / RUN_FILE
     try:
         if Run.read(file) != manifest.run:
@@ -104,7 +107,11 @@ def _damages_of_description(folder: Path | RemoteFile, manifest: Manifest) -> It
 
 
 def _damages_of_list(folder: Path | RemoteFile, manifest: Manifest, failed: blake3 | None) -> Iterator[Damage]:
-    """Compare the list of failed rows with the digest of that in the tables, or its length if a table is damaged."""
+    """Check the list of failed rows.
+
+    `failed` is the digest of the list that the tables imply. It is None if a table is damaged. Then only the length of
+    the list is checked.
+    """
     file = folder / ERRORS_FILE
     try:
         with reading_run(file):
@@ -145,9 +152,9 @@ def _damages_of(folder: Path | RemoteFile, shard: Shard, rows: list[ShardRow]) -
 
 
 def _differing(rows: Iterable[ShardRow], found: dict[str, StoredArray]) -> dict[int, str]:
-    """Return the rows with an array that differs from the one in the file, with the name of the array.
+    """Return the rows that have an array different from the file's, each with the name of its first such array.
 
-    All arrays of the rows are removed from `found`.
+    The arrays of all `rows` are removed from `found`.
     """
     differing = dict[int, str]()
     for row in rows:

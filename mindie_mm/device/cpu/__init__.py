@@ -112,7 +112,7 @@ class CPU(Device):
 
 
 def _compile_quantized(module: torch.nn.Module) -> None:
-    """Let compiled code multiply few rows in quantized layers, also where it does not run the whole step."""
+    """Let compiled code run quantized layers for few rows, even if torch runs the other layers of the step."""
     for part in module.modules():
         if isinstance(part, CPUQuantizedLinear):
             with suppress(NotCompiled):

@@ -58,7 +58,7 @@ class StepLayer:
     head_norm: tuple[Tensor, float] | None
     """Weight, [heads + kv_heads, head_dim], and epsilon of the norms of queries and keys."""
     norms_late: bool
-    """Whether these norms follow the rotation."""
+    """True if these norms follow the rotation."""
     scaling: float
     """Factor of the attention scores."""
     window: int | None
@@ -299,7 +299,10 @@ def _load(name: str) -> Any:
 
 
 def _is_of_this_version(loaded: ctypes.CDLL) -> bool:
-    """Return whether a library has the structures of this module. Otherwise, a step could end the process."""
+    """Return whether a library was compiled for the structures of this module.
+
+    A library of another version could crash the process.
+    """
     structures = (_Matrix, _Layer, _Model, _Batch)
     try:
         sizes = (ctypes.c_int64 * len(structures)).in_dll(loaded, "structure_sizes")

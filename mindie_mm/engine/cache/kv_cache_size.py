@@ -42,8 +42,9 @@ def useful_blocks(spec: ModelSpec, config: EngineConfig) -> int:
 def cache_sizes(spec: ModelSpec, config: EngineConfig, num_bytes: int) -> tuple[int, int]:
     """Return the number of KV blocks, and of slots for states, of a decoder-only model's cache of `num_bytes` bytes.
 
-    There are no slots if no layer keeps a state. Otherwise, one request of full length comes first. Half of the rest is
-    for slots. If all blocks that requests can use leave memory, it is for slots, too.
+    There are no slots if no layer keeps a state. Otherwise, the memory is divided in this order: blocks and a slot for
+    one request of full length, half of the remaining memory for slots, and the other half for blocks. If requests
+    cannot use that many blocks, the memory that is left goes to slots.
     """
     block_bytes, useful = block_size(spec, config) * spec.kv_token_bytes, useful_blocks(spec, config)
     if not spec.state_bytes:

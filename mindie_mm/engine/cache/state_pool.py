@@ -26,7 +26,10 @@ class StatePool:
         return key in self._slots
 
     def find(self, keys: Sequence[bytes]) -> int:
-        """Return the number of the first `keys` after which the last snapshot is, or 0."""
+        """Return how many of the `keys`, from the first, lead to the last one that has a snapshot.
+
+        Return 0 if none has one.
+        """
         return next((count for count in range(len(keys), 0, -1) if keys[count - 1] in self), 0)
 
     def use(self, key: bytes) -> int:
@@ -35,7 +38,10 @@ class StatePool:
         return self._slots[key]
 
     def can_continue(self, slot: int) -> bool:
-        """Return whether a new holder of `slot` has a slot to write: another slot, or this one if nobody holds it."""
+        """Return whether a request can continue from `slot`.
+
+        It writes to another slot, or to this one if no other request holds it.
+        """
         return not self._holders[slot] or bool(self._free) or self._evictable is not None
 
     def allocate(self) -> int | None:

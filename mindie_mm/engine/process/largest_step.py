@@ -63,7 +63,7 @@ class Step:
 
     parts: tuple[Part, ...]
     is_kept: bool = False
-    """Whether an earlier process of the engine computed the memory."""
+    """True if an earlier process of the engine computed the memory."""
 
     @classmethod
     def kept(cls, num_bytes: int | None) -> Step | None:
@@ -104,7 +104,8 @@ class WorstCase:
     def step(self, kinds: tuple[Kind, ...]) -> Step:
         """Return the memory of the step.
 
-        A device that computes peaks only runs a short step, to check the result. Each rank must call this method.
+        If the device `computes_peaks`, only a short step is run, which checks the computation. Each rank must call this
+        method.
 
         Args:
             kinds: Media kinds that the model accepts.
@@ -295,7 +296,10 @@ class WorstCase:
         return Part(name, peak(largest), settings)
 
     def _piece(self, kind: Kind, whole: tuple[Plan, Write], wanted: int) -> tuple[Plan, Write]:
-        """Return the plan of a piece of the largest item, with about `wanted` features, or `whole`."""
+        """Return a plan for a piece of the largest item, with about `wanted` features.
+
+        If there is none, return `whole`, the plan for the complete item.
+        """
         worst = None if kind == PROMPT else self._largest(kind)
         return whole if worst is None else self._try_plan(kind, _cut(worst, wanted, whole[0].num_features)) or whole
 

@@ -18,10 +18,10 @@ HOLD_S = 0.01
 
 
 class ProgressCollector:
-    """Tokens that wait for the tokens of the next steps, to be sent together.
+    """Tokens that are held back, so that one message carries the tokens of several steps.
 
-    Only further tokens of running requests are held. First tokens, last tokens, errors and news of media are sent at
-    once, together with all held tokens. Tokens are held only until the next step that would end too late.
+    Only tokens between the first and the last token of a request are held. First tokens, last tokens, errors and news
+    of media are sent at once, together with all held tokens. No token is held for longer than `HOLD_S` seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -23,7 +23,7 @@ class Replica(msgspec.Struct, frozen=True):
     count: int = 1
     """Number of engines."""
     others_started: bool = False
-    """Whether the engine is being restarted. The other engines have then already allocated their memory."""
+    """True if the engine is being restarted. The other engines have then already allocated their memory."""
 
 
 class LoraFolder(msgspec.Struct, frozen=True):
@@ -55,7 +55,10 @@ class Start(msgspec.Struct, frozen=True):
 
 
 class Origin(msgspec.Struct, frozen=True, array_like=True):
-    """What an output is computed from, apart from its settings. An output continues only with the same origin."""
+    """The inputs of an output, apart from its settings.
+
+    After a failure, an output continues only if they are the same.
+    """
 
     prompt: bytes
     """Digest of the prompt's ids and media."""
@@ -171,7 +174,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stop_token_id: int | None = None
     """The id in `stop_token_ids` that ended the request, if any."""
     media_consumed: bool = False
-    """Whether the blocks of the request's media may be freed. This is sent once for each Add. If the engine needs the
+    """True if the blocks of the request's media may be freed. This is sent once for each Add. If the engine needs the
     blocks later, the request fails with StaleReference."""
     origin: Origin | None = None
     """Origin of the output. It is sent with `media_consumed` and with the first output token."""

@@ -59,13 +59,13 @@ class Request:
     pause: int = 0
     """Number of tokens after which the prefill pauses, so that it leaves a snapshot of the states. 0 if it need not."""
     media_consumed: bool = False
-    """Whether the shared-memory blocks of `items` may be freed, because the KV cache covers all features."""
+    """True if the shared-memory blocks of `items` may be freed, because the KV cache covers all features."""
     num_computed: int = 0
     """Number of tokens whose keys and values are in the KV cache."""
     lookup: PromptLookup | None = None
     """The n-grams of the tokens, if the engine has looked for guesses."""
     awaits_token: bool = False
-    """Whether a step has drawn the next token, which has not arrived on the host yet."""
+    """True if a step has drawn the next token, which has not arrived on the host yet."""
     num_cached: int | None = None
     """Number of tokens that were in the prefix cache when the request was first scheduled, or None before that."""
     num_shareable: int = 0
@@ -147,7 +147,7 @@ class Request:
 
     @property
     def awaits_last_token(self) -> bool:
-        """Whether the output will have `max_tokens` tokens when the next token arrives."""
+        """True if the output will have `max_tokens` tokens when the next token arrives."""
         return self.awaits_token and self.num_output + 1 >= self.max_tokens
 
     @property

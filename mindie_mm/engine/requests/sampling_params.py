@@ -67,7 +67,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     """Stop strings. The output ends before the first stop string. `check` also accepts a list, or a single string."""
     include_stop_str_in_output: bool = False
-    """Whether the output's text includes the stop string or the stop token that ends the output. A special token is
+    """True if the output's text includes the stop string or the stop token that ends the output. A special token is
     written only if `skip_special_tokens` is False."""
     stop_token_ids: tuple[int, ...] = ()
     """Stop token ids. The output ends with the first stop token."""
@@ -76,7 +76,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
     """Whether to leave special tokens out of the output's text."""
     spaces_between_special_tokens: bool = True
-    """Whether the tokenizer may write spaces between consecutive special tokens. Few tokenizers do so."""
+    """True if the tokenizer may write spaces between consecutive special tokens. Few tokenizers do so."""
     bad_words: tuple[str, ...] = ()
     """Words that are not generated: at most 128 words of at most 256 characters each. If a word has several tokens,
     its last token is never drawn directly after its other tokens. `Worker` adds the tokens to `bad_token_ids`."""
@@ -116,7 +116,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def needs_whole_prompt(self) -> bool:
-        """Whether the result needs the hidden states of tokens before the last, so that no prefix may be reused."""
+        """True if the result needs the hidden states of tokens before the last, so that no prefix may be reused."""
         return self.prompt_logprobs is not None or self.pooling in ("mean", "cls")
 
     @property

@@ -55,7 +55,10 @@ def _loudness(samples: NDArray[np.int16]) -> NDArray[np.float64]:
 
 
 def _last_quiet(loudness: NDArray[np.float64], second_half: int) -> int:
-    """Return the index of the last quiet stretch from `second_half` on, or of the last one at all if that is louder."""
+    """Return the index of the last quiet stretch from `second_half` on.
+
+    If that half is much louder than the whole, return the last quiet stretch of the whole.
+    """
     late = loudness[second_half:].min()
     limit = _AS_QUIET * (late if late <= _COMPARABLE * loudness.min() + _SILENT else loudness.min()) + _SILENT
     return int(np.flatnonzero(loudness <= limit)[-1])

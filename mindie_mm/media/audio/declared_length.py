@@ -54,12 +54,15 @@ def declared_length_s(container: InputContainer, stream: AudioStream, data: byte
 
 
 def is_truncated(length_s: float, declared_s: float) -> bool:
-    """Return whether a clip of `length_s` lacks more of the declared length than may be missing."""
+    """Return whether a clip of `length_s` seconds is so much shorter than declared that its file must be truncated."""
     return declared_s - length_s > max(_LEAST_TAIL_S, _LONGEST_TAIL * declared_s)
 
 
 def _is_cut(avi: bytes) -> bool:
-    """Return whether an AVI lacks its end. Some writers of whole files state a false number of samples."""
+    """Return whether an AVI is shorter than its header says.
+
+    The number of samples is not compared, because some programs write a wrong number into complete files.
+    """
     return len(avi) - 8 < int.from_bytes(avi[4:8], "little") < _PLACEHOLDER
 
 

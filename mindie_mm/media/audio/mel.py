@@ -46,7 +46,7 @@ class MelSettings:
     max_samples: int
     """Maximum length of a clip in samples. References cut longer clips off, but this package refuses them."""
     pads: bool = True
-    """Whether the reference pads clips with silence to `max_samples`. Otherwise, it mirrors a clip at its end and drops
+    """True if the reference pads clips with silence to `max_samples`. Otherwise, it mirrors a clip at its end and drops
     an incomplete frame."""
     min_samples: int = 0
     """Length in samples to which shorter clips are padded with silence."""

@@ -55,9 +55,9 @@ class UsmSettings:
     preemphasis: float
     """Factor by which the previous sample of the frame is subtracted from each sample."""
     overdrive: bool
-    """Whether the Fourier transform is twice as long as the window needs."""
+    """True if the Fourier transform is twice as long as the window needs."""
     semicausal: bool
-    """Whether half a window of silence precedes a clip. If False, silence pads it to a multiple of 128 samples."""
+    """True if half a window of silence precedes a clip. If False, silence pads it to a multiple of 128 samples."""
     max_samples: int
     """Maximum length of a clip in samples. The reference cuts longer clips off, but this package refuses them."""
 

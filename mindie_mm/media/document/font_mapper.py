@@ -57,7 +57,10 @@ class FontMapper:
 
     @contextmanager
     def falling_back(self, characters: Collection[str]) -> Iterator[None]:
-        """Inside this context, fall back to the face that has most of `characters`. Without any, use PDFium's own."""
+        """Inside this context, fall back to the face with the largest number of the `characters`.
+
+        If no face has any of them, fall back to PDFium's own font.
+        """
         self._fallback = self._with_most(characters)
         try:
             yield
@@ -66,7 +69,7 @@ class FontMapper:
 
     @contextmanager
     def replacing(self, characters: Collection[str]) -> Iterator[None]:
-        """Inside this context, replace all fonts that are loaded by the face that has most of `characters`.
+        """Inside this context, load the face with the largest number of the `characters` in place of every font.
 
         PDFium asks for no fallback for a Type 1 font. Where the font has no glyph, PDFium would draw glyph 0 of the
         replacement, so the caller must check that the replacement has all characters.
@@ -78,7 +81,10 @@ class FontMapper:
             self.replacement = None
 
     def _with_most(self, characters: Collection[str]) -> Face | None:
-        """Return the face with most of `characters`, and then with most Latin letters, or None if no face has any."""
+        """Return the face with the largest number of the `characters`, or None if no face has any of them.
+
+        If faces are equal in this, prefer the one with more Latin letters.
+        """
         best = max(self.faces, key=lambda face: (face.num_of(characters), face.num_of(_LATIN)), default=None)
         return best if best is not None and best.num_of(characters) else None
 

@@ -131,7 +131,10 @@ def _names(table: memoryview) -> Iterator[str]:
 
 
 def _ranges(table: memoryview) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the ranges of the best subtable. Raise ValueError if there is none for Unicode."""
+    """Return the starts and stops of the ranges of characters in a `cmap` table, from its best Unicode subtable.
+
+    Raise ValueError if it has no such subtable.
+    """
     (count,) = struct.unpack_from(">H", table, 2)
     records = [struct.unpack_from(">HHL", table, 4 + 8 * index) for index in range(count)]
     known = [(_CMAPS[record[:2]], record[2]) for record in records if record[:2] in _CMAPS]

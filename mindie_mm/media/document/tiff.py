@@ -61,7 +61,7 @@ class TiffImage:
 
     data: bytes
     is_negative: bool
-    """Whether 0 is white, although `data` say that 0 is black. Pillow reads few such files with more than 8 bits, and
+    """True if 0 is white, although `data` say that 0 is black. Pillow reads few such files with more than 8 bits, and
     does not invert their samples."""
 
 

@@ -17,13 +17,13 @@ class Work:
 
     caps: MediaCaps
     limits_request_pixels: bool = True
-    """Whether `max_request_pixels` applies."""
+    """True if `max_request_pixels` applies."""
     picture_pixels: int = 0
     """Number of pixels of images, including video frames that are images."""
     video_pixels: int = 0
     """Number of pixels of decoded video frames, including frames between the sampled frames."""
     is_rgb: bool = True
-    """Whether Pillow's mode of all images is RGB. Other images are converted when they are decoded."""
+    """True if Pillow's mode of all images is RGB. Other images are converted when they are decoded."""
 
     def add_picture(self, pixels: int) -> None:
         """Count the pixels of an image. Raise LimitExceeded if the images of the request have too many pixels."""

@@ -77,7 +77,7 @@ class EncodedImage:
     significant_bits: int | None = None
     """Number of significant bits of 16-bit grayscale samples, if a PNG states it."""
     is_negative: bool = False
-    """Whether 0 is white in `file`, although its header says that 0 is black."""
+    """True if 0 is white in `file`, although its header says that 0 is black."""
 
     @classmethod
     def open(cls, data: bytes | TiffPage, *, drop_alpha: bool = False) -> EncodedImage:

@@ -86,7 +86,10 @@ class _Inflation:
 
 
 def _kept(kind: bytes, content: memoryview, inflation: _Inflation) -> bytes:
-    """Return a text chunk with what is needed of a chunk of the kind `kind`: the orientation, or the EXIF data."""
+    """Return a small text chunk that replaces a chunk of kind `kind`.
+
+    It has the orientation from XMP, or the EXIF data.
+    """
     keyword = _XMP if bytes(content[: len(_XMP)]) == _XMP else _EXIF
     text = _pieces(kind, content[len(keyword) + 1 :], inflation)
     return _chunk(b"tEXt", keyword + b"\0" + (_orientation(text) if keyword is _XMP else b"".join(text)))

@@ -18,11 +18,11 @@ class Orientation:
     """One of the eight orientations of a frame. To make a frame upright, transpose it first, then mirror or flip it."""
 
     transposed: bool = False
-    """Whether rows become columns."""
+    """True if rows become columns."""
     mirrored: bool = False
-    """Whether left and right are swapped."""
+    """True if left and right are swapped."""
     flipped: bool = False
-    """Whether top and bottom are swapped."""
+    """True if top and bottom are swapped."""
 
     @classmethod
     def of(cls, frame: av.VideoFrame) -> Self:

@@ -76,13 +76,13 @@ class EncodedVideo:
     keyframes: Keyframes | None
     """Keyframes at which decoding can start. None if decoding must start at the beginning of the file."""
     is_counted: bool
-    """Whether `num_frames` is the number of packets instead of the number of decoded frames."""
+    """True if `num_frames` is the number of packets instead of the number of decoded frames."""
     work: Work
     """Decoding work of the request that the video belongs to."""
     codec: str
     """FFmpeg's name of the decoder."""
     has_alpha_track: bool
-    """Whether the transparency of the frames is a second video, which is decoded, too."""
+    """True if the transparency of the frames is a second video, which is decoded, too."""
 
     @classmethod
     def open(cls, data: bytes) -> EncodedVideo:
@@ -263,7 +263,7 @@ class EncodedVideo:
         return self.work.caps.rgba_background_color
 
     def _counted(self, container: InputContainer) -> Iterator[av.VideoFrame]:
-        """Decode all frames, and count the pixels of those that the caller passes."""
+        """Decode all frames. Count only the pixels of the frames that the caller passes."""
         for frame in frames_of_video(container, _stream_to_decode(container, self.max_pixels), len(self.data)):
             yield frame
             self.work.add_video(self._frame_pixels)

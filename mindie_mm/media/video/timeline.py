@@ -73,7 +73,7 @@ class Packets:
     num_shown: int
     """Number of packets whose picture is shown."""
     are_frames: bool
-    """Whether each packet whose picture is shown certainly becomes one frame."""
+    """True if each packet whose picture is shown certainly becomes one frame."""
     key_times: NDArray[np.int64]
     """Presentation times of keyframes in decoding order.
 
@@ -174,7 +174,7 @@ def frames_of_video(container: InputContainer, stream: VideoStream, num_bytes: i
 
 
 def longest_tail(num_packets: int) -> int:
-    """Return the number of packets at the end of a video that may be damaged or missing: a tenth of all, 1 to 32."""
+    """Return how many packets at the end of a video may be damaged or missing: a tenth, but at least 1, at most 32."""
     return min(_LONGEST_TAIL, max(1, num_packets // 10))
 
 

@@ -1,4 +1,4 @@
-"""What the embedded checkpoint can do, in one line for users who ask it about something else."""
+"""A note about the tasks of the embedded checkpoint, for users who ask it about something else."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ REAL_MODEL = "Qwen/Qwen2-VL-2B-Instruct"
 
 
 def demo_note(model: Path | None, command: str = "mindie-mm serve") -> str | None:
-    """Return what the embedded checkpoint can do, and how to run a real one. None for other checkpoints.
+    """Return the tasks of the embedded checkpoint and the way to run a real one.
+
+    Return None for other checkpoints.
 
     Args:
         model: Checkpoint directory, or None for the embedded checkpoint.

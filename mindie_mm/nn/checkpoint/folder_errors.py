@@ -157,7 +157,10 @@ def _cached(root: Path, names: list[str]) -> str | None:
 
 
 def _snapshot(repository: Path) -> Path | None:
-    """Return the snapshot of the branch main, or else the latest snapshot. None if no snapshot has a config.json."""
+    """Return the snapshot of the branch main, or else the latest snapshot.
+
+    Return None if no snapshot has a config.json.
+    """
     complete = [folder for folder in (repository / "snapshots").glob("*") if (folder / "config.json").is_file()]
     main = repository / "refs" / "main"
     commit = main.read_text(encoding="utf-8", errors="replace").strip() if main.is_file() else None

@@ -93,7 +93,10 @@ def downloaded(name: str, revision: str | None, agrees: Callable[[str], bool] | 
 
 
 def weight_bytes(name: str, revision: str | None) -> int | None:
-    """Return the size in bytes of the weights that `downloaded` would download. None if the Hub does not answer."""
+    """Return the size in bytes of the weights that `downloaded` would download.
+
+    Return None if the Hub does not answer.
+    """
     from huggingface_hub import HfApi
 
     try:
@@ -110,7 +113,10 @@ def _sizes(info: ModelInfo) -> dict[str, int]:
 
 
 def _in_cache(name: str, revision: str | None, weights: Collection[str]) -> Path | None:
-    """Return the folder of a repository with all its files, including those that match `weights`. None if some lack."""
+    """Return the folder of a repository with all its files, including those that match `weights`.
+
+    Return None if files are missing.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 

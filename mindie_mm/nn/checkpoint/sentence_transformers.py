@@ -28,7 +28,7 @@ _SWITCHES = {
 }
 """Modes of Pooling, by the switches with which earlier versions of sentence-transformers store them."""
 _ACTIVATIONS = {None: True, "Sigmoid": True, "Identity": False}
-"""Whether a score is the sigmoid of the difference of logits, by the class of the activation."""
+"""True if a score is the sigmoid of the difference of logits, by the class of the activation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +38,17 @@ class LogitScore:
     true_token_id: int
     false_token_id: int
     is_sigmoid: bool
-    """Whether the score is the sigmoid of the difference of the logits, and not the difference itself."""
+    """True if the score is the sigmoid of the difference of the logits, and not the difference itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class SentenceModules:
-    """What a checkpoint's files say about embeddings and scores."""
+    """Settings of a checkpoint for embeddings and scores."""
 
     pooling: Pooling | None = None
     """Hidden states of an embedding. None if the checkpoint does not compute embeddings."""
     normalizes: bool = False
-    """Whether embeddings have the length 1."""
+    """True if embeddings have the length 1."""
     score: LogitScore | None = None
     """How a pair of texts is scored. None if the checkpoint does not score pairs."""
     prompts: Mapping[str, str] = field(default_factory=dict)
@@ -56,13 +56,13 @@ class SentenceModules:
     default_prompt: str | None = None
     """Name of the instruction for requests that name none."""
     includes_prompt: bool = True
-    """Whether the instruction's tokens are pooled, too."""
+    """True if the instruction's tokens are pooled, too."""
     chat: bool = True
-    """Whether texts become turns of a chat if the checkpoint has a chat template."""
+    """True if texts become turns of a chat when the checkpoint has a chat template."""
     template: str | None = None
     """Name of the chat template. None means the default."""
     opens_turn: bool = False
-    """Whether the prompt ends with the header of the assistant's turn."""
+    """True if the prompt ends with the header of the assistant's turn."""
     max_tokens: int | None = None
     """Maximum number of tokens of a prompt, apart from the context length."""
     refusal: str | None = None

@@ -44,7 +44,7 @@ class Adapter:
     """Digest of the files. Adapters with equal keys are equal."""
     changes: tuple[Change, ...]
     in_tower: bool = field(init=False)
-    """Whether the adapter changes features of media."""
+    """True if the adapter changes features of media."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "in_tower", any(not one.target.in_text for one in self.changes))

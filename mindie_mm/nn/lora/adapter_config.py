@@ -80,9 +80,9 @@ class AdapterConfig:
     """Regular expressions for names of layers, each with the alpha of the layers whose names match."""
     rank_pattern: Patterns
     has_stable_rank: bool
-    """Whether changes are scaled by alpha / sqrt(rank) (rsLoRA, arXiv 2312.03732) instead of alpha / rank."""
+    """True if changes are scaled by alpha / sqrt(rank) (rsLoRA, arXiv 2312.03732) instead of alpha / rank."""
     has_magnitudes: bool
-    """Whether layers have magnitudes (DoRA, arXiv 2402.09353)."""
+    """True if layers have magnitudes (DoRA, arXiv 2402.09353)."""
     base: str
     """Name of the base model, or an empty string."""
 

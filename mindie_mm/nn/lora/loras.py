@@ -29,7 +29,10 @@ Mix = Sequence[tuple[Placed, Tensor | None]]
 
 
 class Loras:
-    """The adapters of one model. A bounded number of them is on its device, the least recently used leave it."""
+    """The adapters of one model.
+
+    At most `max_loras` adapters are on its device at the same time. The least recently used one is removed first.
+    """
 
     def __init__(
         self, module: Any, text_modules: Collection[nn.Module], dtype: torch.dtype, max_loras: int, max_rank: int
@@ -127,7 +130,7 @@ class Loras:
 
     @contextmanager
     def applied(self, mix: Mix) -> Iterator[None]:
-        """Apply the adapters of a batch to what the model computes inside the context."""
+        """Apply the adapters of a batch to all computations of the model inside the context."""
         self.running = mix
         try:
             yield

@@ -27,7 +27,7 @@ class Target:
     """Number of inputs of a linear layer, or of ids of an embedding."""
     is_embedding: bool
     in_text: bool
-    """Whether the layer belongs to the text model or is the output layer, instead of a tower or projector."""
+    """True if the layer belongs to the text model or is the output layer, instead of a tower or projector."""
 
     @property
     def num_outputs(self) -> int:
@@ -40,7 +40,7 @@ class Target:
 
     @property
     def hides_bias(self) -> bool:
-        """Whether the quantized weight may contain the bias (`StaticInput.has_bias`)."""
+        """True if the quantized weight may contain the bias (`StaticInput.has_bias`)."""
         return isinstance(self.module, QuantizedLinear) and self.module.sum_bias is not None
 
     @property

@@ -52,7 +52,10 @@ class Placing:
         return True
 
     def _take_bias(self, path: str, layer: Any, bias: Tensor) -> bool:
-        """Keep a bias that the unquantized layer lacks. Return whether the layer can add it. Zeros are not added."""
+        """Keep a bias that the unquantized layer does not have.
+
+        Return whether it can be added to the layer. A bias of zeros is dropped, which counts as added.
+        """
         weight = getattr(layer, "weight", None)
         if not isinstance(weight, Tensor) or getattr(layer, "bias", None) is not None:
             return False

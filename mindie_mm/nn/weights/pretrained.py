@@ -98,7 +98,7 @@ class PretrainedModel(Model):
         self.text_model = text_model
         self.lm_head = lm_head
         self.runs_layers = False
-        """Whether `decode` runs the layers of `text_model` itself, without the masks and checks of its `forward`."""
+        """True if `decode` runs the layers of `text_model` itself, without the masks and checks of its `forward`."""
         self._angles: Callable[[Tensor, Tensor, int | None], Any]
         """Function from hidden states, positions and `PagedBatch.top_position` to the angles of `DecoderLayer.run`."""
         self._norm: FewOperatorNorm | FusedNorm
@@ -453,7 +453,7 @@ def check_weights(
 
 
 def _layers(checkpoint: Checkpoint, text: Any, states: Mapping[str, Callable[[Any], Layer]]) -> tuple[Layer, ...]:
-    """Return what each layer of a text model keeps between steps, on this rank."""
+    """Return the description of the data that each layer of a text model keeps between steps, on this rank."""
     types = getattr(text, "layer_types", None) or ("full_attention",) * text.num_hidden_layers
     supported = _LAYERS | {attention.CHUNKED} if hasattr(text, "attention_chunk_size") else _LAYERS
     if other := set(types) - supported - states.keys():

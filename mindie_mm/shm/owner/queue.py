@@ -84,7 +84,7 @@ class Demand:
 
     @property
     def is_served(self) -> bool:
-        """Whether the request has received its blocks or an error."""
+        """True if the request has received its blocks or an error."""
         return self.blocks is not None or self.error is not None
 
     def take(self) -> list[Block]:
@@ -138,7 +138,7 @@ class Queue:
         """Waiting requests, in order of arrival."""
         self._looked_s = 0.0
         self.has_freed = False
-        """Whether blocks may have been freed since the queue was served."""
+        """True if blocks may have been freed since the queue was served."""
 
     @property
     def nbytes(self) -> int:
@@ -187,7 +187,10 @@ class Queue:
 
     @property
     def is_due(self) -> bool:
-        """Whether the queue was not served for so long that room is looked for even if no block was freed."""
+        """True if the queue was last served more than `LOOK_S` seconds ago.
+
+        It is then served even if no block was freed.
+        """
         return time.monotonic() - self._looked_s > LOOK_S
 
     def serve_if_freed(self, allocate: Callable[[Demand], list[Block] | None]) -> None:

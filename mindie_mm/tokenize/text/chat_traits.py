@@ -15,9 +15,9 @@ class ChatTraits(msgspec.Struct, frozen=True):
     template: str = ""
     """Jinja source for conversations with tools. Empty if the checkpoint has no template."""
     takes_system: bool = False
-    """Whether the template writes system messages."""
+    """True if the template writes system messages."""
     takes_late_system: bool = False
-    """Whether the template writes system messages that follow other messages."""
+    """True if the template writes system messages that follow other messages."""
 
     def names(self, variable: str) -> bool:
         """Return whether the template contains the name of a variable or of a key of messages."""

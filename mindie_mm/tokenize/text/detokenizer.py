@@ -109,7 +109,7 @@ class StopScope:
     """Texts that start and end the reasoning, or None if the model does not reason. An output that begins with other
     text has no reasoning."""
     opened: bool = False
-    """Whether the prompt already contains the start of the reasoning."""
+    """True if the prompt already contains the start of the reasoning."""
     openings: tuple[str, ...] = ()
     """Texts with which tool calls begin."""
     starts: tuple[str, ...] = ()
@@ -141,7 +141,7 @@ class StopScope:
         return min((at for at in found if at >= 0), default=None)
 
     def is_in_reasoning(self, text: str) -> bool:
-        """Return whether `text`, whose reasoning has not ended, has begun with it."""
+        """Return whether reasoning has begun in `text`. The reasoning must not have ended."""
         return self.opened or (self.reasoning is not None and self.reasoning[0].rstrip() in text)
 
 

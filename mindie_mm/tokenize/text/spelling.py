@@ -40,7 +40,7 @@ class Rendered:
     """Character that stands for each item of embeddings of text tokens in `text`, or empty if the items' own marker
     stands for them. A template treats the character as text, so it may write the item before or after media."""
     has_control_text: bool = False
-    """Whether a user's text may contain control tokens, except those of media items."""
+    """True if a user's text may contain control tokens, except those of media items."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class ControlSpelling:
             yield len(text) - len(text.lstrip())
 
     def _goes_on(self, text: str) -> bool:
-        """Return whether `text` begins with the rest of a token or is a part of a token, and may complete a token."""
+        """Return whether `text` could complete a control token: it begins with the end of one, or is a part of one."""
         return text != "" and (text.startswith(self._rests) or text in self._control)
 
 

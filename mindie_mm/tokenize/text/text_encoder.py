@@ -102,7 +102,7 @@ class TextEncoder:
         self._sources = TemplateSources.of(checkpoint, tokenizer)
         self._templates: dict[str, ChatTemplate] = {}
         self.has_template = self._template(()) is not None
-        """Whether the checkpoint has a chat template."""
+        """True if the checkpoint has a chat template."""
         for_tools = self._template((), with_tools=True)
         self.chat_traits = ChatTraits() if for_tools is None else for_tools.traits
         """Traits of the template for conversations with tools."""

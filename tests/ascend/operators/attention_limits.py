@@ -83,7 +83,7 @@ class _Attention:
 
     @property
     def single(self) -> bool:
-        """Whether each sequence has one query in a layout with a batch axis. Such calls run incremental inference."""
+        """True if each sequence has one query in a layout with a batch axis. Such calls run incremental inference."""
         return not self.packed and self.queries == [1]
 
 

@@ -28,7 +28,7 @@ class CANN:
     drivers: str
     """Compatible versions of the driver, such as [V100R001C15],[V100R001C23]. Empty if unknown."""
     in_force: bool
-    """Whether the environment variables of this installation are set in this process."""
+    """True if the environment variables of this installation are set in this process."""
 
 
 def find(machine: Machine) -> CANN | None:

@@ -19,7 +19,7 @@ class PackedWeight(ABC):
     shape: tuple[int, ...]
     """Shape of the unpacked weight."""
     has_bias: bool = False
-    """Whether the packed weight also contains the bias of the layer."""
+    """True if the packed weight also contains the bias of the layer."""
 
     @abstractmethod
     def dequantized(self) -> Tensor:
@@ -56,7 +56,7 @@ class Format(ABC):
     """The layout of the quantized weights of one checkpoint."""
 
     adds_biases: bool = False
-    """Whether linear and normalization layers may have biases that the unquantized model lacks."""
+    """True if linear and normalization layers may have biases that the unquantized model lacks."""
 
     @classmethod
     @abstractmethod
@@ -88,7 +88,7 @@ class Format(ABC):
         return frozenset()
 
     def ignores(self, name: str) -> bool:
-        """Return whether a tensor is dropped, because what it describes stays unquantized here."""
+        """Return whether a tensor is dropped, because the values that it describes stay unquantized here."""
         return False
 
     @abstractmethod
