@@ -68,7 +68,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
         if self.after == "":
             raise InputError("the field after is empty; give the text that ends the reasoning, or None")
         if self.after is None and (self.opening is not None or self.reasoning_tokens is not None):
-            raise InputError("opening and reasoning_tokens require the field after, the text that ends the reasoning")
+            raise InputError("opening and reasoning_tokens require the field `after`, the text that ends the reasoning")
         if self.opening == "" or (self.reasoning_tokens or 0) < 0:
             raise InputError(
                 "opening must be None or a non-empty string, and reasoning_tokens must be None or at least 0"

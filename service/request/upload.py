@@ -241,7 +241,7 @@ class _Form:
                 raise HTTPException(413, f"the form has more than {MAX_FIELDS} fields, which is the limit")
             return
         if self._file is not None:
-            raise InputError("the form has several fields file; send one file in a request", param="file")
+            raise InputError("the form has several fields named file; send one file in a request", param="file")
         content_type, _ = parse_options_header(self._headers.get("content-type", b""))
         self._file = _file_name(options.get(b"filename", b"")), content_type.decode("latin-1")[:_MAX_NAME], 0
 

@@ -78,7 +78,7 @@ def refused(
         (form(file(bytes(MOST + 2 * MiB))), 413, "the limit is"),
         (form(part("prompt", b"a" * 60 * MiB), file()), 413, "more than 262144 bytes"),
         (form(*(part(f"x{index}", b"1") for index in range(10_000)), file()), 413, "more than 64 fields"),
-        (form(file(), file()), 400, "several fields file"),
+        (form(file(), file()), 400, "several fields named file"),
         (form(part("model", b"tiny")), 400, "no field file"),
         (form(), 400, "no field file"),
         (b"", 400, "not complete"),

@@ -139,7 +139,7 @@ async def test_file_names_have_no_folders_and_no_control_characters(url: str, gi
         (b"", BOUND, "form is not complete"),
         (FILE, BOUND, "form is not complete"),
         (part('form-data; name="other"; filename="x"') + b"--BOUND--\r\n", BOUND, "form has no field file"),
-        (FILE * 2 + b"--BOUND--\r\n", BOUND, "several fields file"),
+        (FILE * 2 + b"--BOUND--\r\n", BOUND, "several fields named file"),
         (part("form-data") + b"--BOUND--\r\n", BOUND, "form-data with a name"),
         (part("form-data; name=x\r\nA:" + "y" * 9999), BOUND, "form is not valid"),
         (part("form-data; name=x" + "\r\nA: y" * 99), BOUND, "form is not valid"),

@@ -39,8 +39,8 @@ def test_the_reasoning_ends_when_its_budget_is_used_up(takes: Takes) -> None:
     ("wanted", "message"),
     [
         (CHOICE | {"after": "</think>", "reasoning_tokens": 3}, "no token </think>, which ends it"),
-        (CHOICE | {"after": None, "reasoning_tokens": 3}, "require the field after"),
-        (CHOICE | {"after": None, "opening": START}, "require the field after"),
+        (CHOICE | {"after": None, "reasoning_tokens": 3}, "require the field `after`"),
+        (CHOICE | {"after": None, "opening": START}, "require the field `after`"),
         (CHOICE | {"reasoning_tokens": -1}, "at least 0"),
         (CHOICE | {"opening": ""}, "None or a non-empty string"),
     ],
