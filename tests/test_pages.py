@@ -64,10 +64,11 @@ def blocks(page: Path) -> list[tuple[str, str]]:
     return re.findall(r"^```(.*?)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_code_is_fenced_with_a_language_and_fits_into_the_column_of_the_site(page: Path) -> None:
     fenced = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     assert not re.search(r"\n\n    \S", fenced), "an indented block has no language: fence it"
+    assert not re.search(r"^[|\s]+\n\|-", fenced, re.MULTILINE), "a table has no header"
     for language, code in blocks(page):
         assert language, code
         assert max(map(len, code.splitlines()), default=0) <= 85, code
