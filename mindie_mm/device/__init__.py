@@ -16,7 +16,7 @@ from mindie_mm.device.cuda import CUDA
 from mindie_mm.device.joined_experts import ExpertWeights
 from mindie_mm.device.kernels import Kernels, Rows, block_table
 from mindie_mm.device.npu import NPU
-from mindie_mm.device.quantized_linear import QuantizedLinear, QuantizedWeight, StaticInput
+from mindie_mm.device.quantized_linear import FLOAT8, QuantizedLinear, QuantizedWeight, StaticInput
 from mindie_mm.device.transfer import Download, Uploads, download, overwrite, upload
 from mindie_mm.errors import DeviceError, InputError
 
@@ -132,6 +132,7 @@ def _warn_of_unused(name: str, reason: str) -> None:
 
 
 __all__ = [
+    "FLOAT8",
     "KINDS",
     "LIBRARIES",
     "SLOW_DTYPE",

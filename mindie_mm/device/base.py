@@ -35,6 +35,8 @@ class Device(ABC):
     """True if operators are queued, so that the host continues while the device computes."""
     records: ClassVar[bool] = False
     """True if `record` is supported."""
+    keeps_float8: ClassVar[bool] = False
+    """True if `quantized_linear` also takes weights in FP8. Otherwise, they are dequantized when they are loaded."""
     kernels: ClassVar[Kernels] = Kernels()
     """Fused operators of the device."""
     computes_peaks: ClassVar[bool] = False
@@ -181,7 +183,7 @@ class Device(ABC):
         raise DeviceError(f"weights is int8, which is not supported on the device {self.name}; leave the setting out")
 
     def quantized_linear(self, weight: QuantizedWeight, bias: torch.nn.Parameter | None) -> torch.nn.Module:
-        """Return a layer on this device for a weight that a checkpoint stores as integers.
+        """Return a layer on this device for a weight that a checkpoint stores as integers, or in FP8.
 
         Args:
             weight: The weight, on any device.

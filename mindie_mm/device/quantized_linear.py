@@ -21,6 +21,11 @@ _MOST = 15
 _ROUNDING = 0.5
 """Largest rounding error of an integer."""
 _TENSORS = ("values", "scales", "zeros", "group_of", "codes")
+FLOAT8 = torch.float8_e4m3fn
+"""The dtype of weights in FP8. They are finite, and their scales at most 128."""
+FLOAT8_UNIT = 2.0**120
+"""An FP8 number divided by the float32 that has its bits for sign, exponent and fraction in the same places."""
+_FLOAT8_SHIFT, _FLOAT8_MASK = 2**20, -0x78100000
 _EXACT_WIDTH = 1024
 """Number of products of two int8 values whose sum is exact in float32, because it is at most 2 ** 24."""
 
@@ -46,8 +51,8 @@ class QuantizedWeight:
     """The quantized weight of a linear layer: `(values - zeros) * scales`, or `codes[values] * scales`."""
 
     values: Tensor
-    """int8 [outputs, inputs], or uint8 [outputs, inputs / 2]. A byte has two values from 0 to 15, the first in the low
-    bits."""
+    """int8 or `FLOAT8` [outputs, inputs], or uint8 [outputs, inputs / 2]. A byte of uint8 has two values from 0 to 15,
+    the first in the low bits."""
     scales: Tensor
     """float32 [outputs, groups]. Each group of consecutive inputs has a scale."""
     zeros: Tensor | None = None
@@ -108,6 +113,8 @@ class QuantizedWeight:
 
     def packed(self) -> QuantizedWeight:
         """Return the same weight with two values per byte if it has at most 16 different values."""
+        if self.values.dtype != torch.int8:
+            return self
         least = self.values.min()
         if self.rounds_input or self.codes is not None or self.shape[1] % 2 or self.values.max() - least.int() > _MOST:
             return self
@@ -260,6 +267,9 @@ def _dequantized(
         if zeros is not None:
             values = values - zeros[:, group_of]
         return values * scales[:, group_of]
+    if values.dtype == FLOAT8:  # torch converts it 11 times as slowly
+        bits = values.view(torch.int8).int().mul_(_FLOAT8_SHIFT).bitwise_and_(_FLOAT8_MASK)
+        values, scales = bits.view(torch.float32), scales * FLOAT8_UNIT
     values = values.unflatten(1, (scales.shape[1], -1))
     if zeros is not None:
         values = values - zeros.unsqueeze(2)

@@ -20,7 +20,6 @@ from mindie_mm.nn.checkpoint.missing_files import listed, missing_files
 from mindie_mm.nn.checkpoint.resolved import positions_of
 from mindie_mm.nn.family import Family, PretrainedFamily, Processor
 from mindie_mm.nn.weights.build import check_quantized
-from mindie_mm.nn.weights.dequantize import scaling
 from mindie_mm.nn.weights.formats import format_of
 from mindie_mm.nn.weights.quantized import method_of, quantization
 from mindie_mm.settings.config import EngineConfig, GiB, kind_of_name
@@ -107,11 +106,8 @@ def _quantization(checkpoint: ConfigOnly, family: type[Family]) -> Finding:
     if format_of(checkpoint) is not None:
         path = "the log says how many layers stay quantized, and whether compiled code multiplies them"
         return Finding("quantization", "ok", f"{method}, supported on every device", path)
-    if scaling(checkpoint) is not None:
-        where = "on every device, which dequantizes the weights unless it has operators for them"
-    else:
-        where = "on the devices for which transformers supports this method"
-    return Finding("quantization", "ok", f"{method}, supported {where}")
+    found = f"{method}, supported on the devices for which transformers supports this method"
+    return Finding("quantization", "ok", found)
 
 
 def _context(checkpoint: ConfigOnly, config: Any) -> Finding:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mindie_mm.device import QuantizedWeight, StaticInput, open_device
+from mindie_mm.device import FLOAT8, QuantizedWeight, StaticInput, open_device
 from mindie_mm.device.cpu import decode_step
 from mindie_mm.device.cpu.cpu_quantized import CPUQuantizedLinear
 from mindie_mm.device.cpu.decode_step import GROUP, MOST_ROWS, DecodeStep, NotCompiled, StepLinear
@@ -47,7 +47,9 @@ WIDE = {"hidden_size": 128, "num_attention_heads": 8, "intermediate_size": 256}
 WEIGHTS = ("auto", "int8")
 GROUPS = {"groups of 32": 32, "groups of 128": 128, "4 bits": 0, "4 bits in 32": 32, "4 bits in 64": 64, "codes": 64}
 """Number of inputs with the same scale and zero point. 0 means all inputs."""
-QUANTIZED = ("int8", *GROUPS, "by largest", "constants")
+FLOATS = {"float8": 0, "float8 in 32": 32, "float8 in 128": 128}
+"""The same of weights in FP8."""
+QUANTIZED = ("int8", *GROUPS, *FLOATS, "by largest", "constants")
 """Kinds of quantized weights. Two of them round inputs to 8 bits."""
 LENGTHS = (1, 11, 33, 5, 8, 2, 70, 9)
 """Numbers of tokens of the sequences of a step, including the new token."""
@@ -82,7 +84,11 @@ def quantized(plain: nn.Linear, kind: str) -> CPUQuantizedLinear:
     if kind == "int8":
         return CPUQuantizedLinear.of(plain)
     outputs, inputs = plain.weight.shape
-    groups = plain.weight.detach().float().view(outputs, -1, GROUPS.get(kind) or inputs)
+    groups = plain.weight.detach().float().view(outputs, -1, (GROUPS | FLOATS).get(kind) or inputs)
+    if kind in FLOATS:
+        scales = groups.abs().amax(2) / torch.finfo(FLOAT8).max
+        values = (groups / scales.unsqueeze(2)).to(FLOAT8).view(outputs, inputs)
+        return CPUQuantizedLinear(QuantizedWeight(values, scales), plain.bias)
     most = 7 if "4" in kind or kind == "codes" else 127
     scales = groups.abs().amax(2) / most
     values = (groups / scales.unsqueeze(2)).round().to(torch.int8)
@@ -290,6 +296,16 @@ def test_a_linear_layer_multiplies_few_rows(width: int, weights: str, bias: bool
         torch.testing.assert_close(ours(rows[:count]), exact[:count].float(), rtol=1e-5, atol=1e-5)
     assert torch.equal(rows, given)
     assert not ours.takes(torch.cat([rows, rows]))
+
+
+def test_every_number_of_8_bits_is_read(instructions: str) -> None:
+    numbers = torch.arange(256, dtype=torch.uint8).view(FLOAT8).repeat(4, 1)
+    numbers = numbers.where(numbers.float().isfinite(), torch.zeros(()).to(FLOAT8))
+    scales = torch.tensor([1.0, 2.0**-100, 100.0, 3e-5]).unsqueeze(1)
+    layer = StepLinear(CPUQuantizedLinear(QuantizedWeight(numbers, scales), None))
+    exact = (numbers.float() * scales).T
+    for start in range(0, 256, MOST_ROWS):
+        assert torch.equal(layer(torch.eye(256)[start : start + MOST_ROWS]), exact[start : start + MOST_ROWS])
 
 
 def test_a_forked_process_starts_its_own_threads() -> None:

@@ -1,7 +1,4 @@
-"""Tests for FP8 and int8 checkpoints on a device that has no kernels for these formats.
-
-The weights are dequantized when they are loaded. The results are compared with a checkpoint of the dequantized weights.
-"""
+"""Tests for FP8 checkpoints, against a checkpoint of the dequantized weights, and for formats that are refused."""
 
 import json
 import logging
@@ -16,11 +13,13 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 from transformers.integrations.finegrained_fp8 import FP8Linear
 
+from mindie_mm.device import QuantizedLinear
 from mindie_mm.device.cpu import CPU
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.models import load_model
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.weights.dequantize import multiplied, must_dequantize, scaling
+from mindie_mm.nn.weights.formats import format_of
+from mindie_mm.nn.weights.formats.float8 import Float8Weight
 from mindie_mm.nn.weights.quantized import check_quantization, is_quantized, quantization, try_layers
 from mindie_mm.nn.weights.stored_tensors import check_scaled
 from tests.models.golden import GOLDEN, drawn_weights, write_checkpoint
@@ -141,6 +140,11 @@ def plain_copy(source, folder, weights):
     return folder
 
 
+def packed_numbers(folder):
+    weights = load_file(folder / "model.safetensors").values()
+    return sum(weight.numel() for weight in weights if weight.dtype == torch.float8_e4m3fn)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_those_of_the_plain_numbers(case, odd_checkpoint, tmp_path, caplog):
     shutil.copytree(odd_checkpoint, tmp_path / "packed")
@@ -149,7 +153,12 @@ def test_logits_equal_those_of_the_plain_numbers(case, odd_checkpoint, tmp_path,
     plain = plain_copy(odd_checkpoint, tmp_path / "plain", weights)
     with caplog.at_level(logging.WARNING):
         found = load_model(tmp_path / "packed", device="cpu")
-    assert "the weights are dequantized" in caplog.text
+    # Blocks of 128 are whole groups of the 160 inputs, but not of the 200 inputs of down_proj.
+    cut = 2 if 128 in (CASES[case][1] or ()) else 0
+    kept = [layer for layer in found.module.modules() if isinstance(layer, QuantizedLinear)]
+    assert sum(layer.values.numel() for layer in kept) == packed_numbers(tmp_path / "packed") - cut * 160 * 200
+    assert {layer.values.dtype for layer in kept} == {torch.float8_e4m3fn}
+    assert (f"{cut} linear layers are dequantized" in caplog.text) == (cut > 0)
     assert {weight.dtype for weight in found.module.parameters()} == {torch.float32}
     assert (found.logits(IDS) - load_model(plain, device="cpu").logits(IDS)).abs().max() <= 1e-5
 
@@ -160,8 +169,10 @@ def test_any_dtype_of_the_model_and_of_the_scales_is_served(dtype, stored, odd_c
     shutil.copytree(odd_checkpoint, tmp_path / "packed")
     weights = quantise(tmp_path / "packed", CASES["blocks"], LINEAR, stored)
     plain = plain_copy(odd_checkpoint, tmp_path / "plain", weights)
-    found, expected = (load_model(path, device="cpu", dtype=dtype) for path in (tmp_path / "packed", plain))
-    assert (found.logits(IDS) - expected.logits(IDS)).abs().max() <= 1e-5
+    exact = load_model(plain, device="cpu").logits(IDS)
+    models = (load_model(path, device="cpu", dtype=dtype) for path in (tmp_path / "packed", plain))
+    ours, theirs = ((model.logits(IDS) - exact).norm() for model in models)
+    assert ours <= 1.1 * theirs
 
 
 def test_families_with_their_own_layers_are_dequantized_too(tmp_path):
@@ -178,8 +189,24 @@ def test_families_with_their_own_layers_are_dequantized_too(tmp_path):
 
 def test_uint8_scales_are_exponents():
     scales = torch.tensor([[127, 128], [126, 127]], dtype=torch.uint8)
-    found = multiplied(torch.ones(2, 3).to(torch.float8_e4m3fn), scales, (1, 2))
-    assert found.tolist() == [[1, 1, 2], [0.5, 0.5, 1]]
+    weight = Float8Weight(torch.ones(2, 3).to(torch.float8_e4m3fn), scales, (1, 2))
+    assert weight.dequantized().tolist() == [[1, 1, 2], [0.5, 0.5, 1]]
+
+
+@pytest.mark.parametrize(
+    ("spoiled", "scale"),
+    [
+        (torch.nan, 1.0),  # compiled code reads 480
+        (1.0, 256.0),  # overflows in compiled code
+    ],
+)
+def test_weights_that_compiled_code_cannot_read_are_dequantized(spoiled, scale):
+    numbers = torch.ones(4, 128)
+    numbers[2, 7] = spoiled
+    weight = Float8Weight(numbers.to(torch.float8_e4m3fn), torch.tensor(scale), None)
+    assert not weight.stays_packed(CPU())
+    assert weight.dequantized().equal(numbers * scale) or weight.dequantized()[2, 7].isnan()
+    assert Float8Weight(torch.ones(4, 128).to(torch.float8_e4m3fn), torch.tensor(1.0), None).stays_packed(CPU())
 
 
 @pytest.mark.parametrize(
@@ -187,7 +214,7 @@ def test_uint8_scales_are_exponents():
     [
         (lambda weights, name: weights.pop(f"{name}_scale_inv"), "is stored as float8_e4m3fn"),
         (lambda weights, name: weights.update({f"{name}_scale_inv": torch.ones(3, 2)}), "the shape must be [2, 2]"),
-        (lambda weights, name: weights.pop(name), "lacks 1 weights"),
+        (lambda weights, name: weights.pop(name), "which the quantized weight"),
     ],
 )
 def test_scales_that_do_not_fit_are_refused_by_name(change, message, odd_checkpoint, tmp_path):
@@ -306,7 +333,6 @@ def test_settings_that_are_switched_off_quantise_nothing(random_checkpoint, tmp_
 )
 def test_formats_that_need_more_than_a_multiplication_are_refused(settings, random_checkpoint, tmp_path):
     checkpoint = opened(random_checkpoint, tmp_path, quantization_config=settings)
-    assert scaling(checkpoint) is None
-    assert not must_dequantize(checkpoint, CPU())
+    assert format_of(checkpoint) is None
     with pytest.raises(UnsupportedCheckpoint, match="cannot run here"):
         check_quantization(checkpoint, CPU())

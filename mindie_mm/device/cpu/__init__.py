@@ -35,6 +35,7 @@ class CPU(Device):
 
     name: ClassVar[str] = "cpu"
     survives_fork: ClassVar[bool] = True
+    keeps_float8: ClassVar[bool] = True
     kernels: ClassVar[Kernels] = CPUKernels()
     cheap_rows: ClassVar[int] = GROUP
     memory_share: ClassVar[float] = 0.5  # other processes and shared memory need the same memory

@@ -56,7 +56,7 @@ class CPUQuantizedLinear(QuantizedLinear):
 
     def plain_product(self, rows: Tensor) -> Tensor:
         # Scaling outputs takes less time than scaling weights. Unscaled sums may overflow float16.
-        is_scaled_later = self.scales.shape[1] == 1 and self.zeros is None and self.codes is None
+        is_scaled_later = self.scales.shape[1] == 1 and self.zeros is None and self.values.dtype == torch.int8
         if not is_scaled_later or rows.dtype == torch.float16:
             return super().plain_product(rows)
         out = rows.new_empty(len(rows), self.out_features)

@@ -3,7 +3,7 @@
  * decode_step.py calls this library with ctypes, and describes the structures. The library is compiled once for each
  * instruction set (setup.py). All of them come from this source, in GCC's vector extensions.
  *
- * Weights are rows of numbers in float32, bfloat16, or integers of 8 or 4 bits with scales. Activations are float32, and
+ * Weights are rows of numbers in float32, bfloat16, or 8 or 4 bits with scales. Activations are float32, and
  * rounded to 8 bits where a layer needs it. Each output is summed in an order that depends only on the width of its row,
  * so the result of a sequence does not depend on the other sequences of the step.
  */
@@ -37,8 +37,9 @@ typedef uint16_t stored_halves __attribute__((vector_size(2 * LANES), aligned(1)
 /* Repeat a statement for 0 to a constant. The loop is unrolled, so that the compiler keeps arrays in registers. */
 #define EACH(i, count) _Pragma("GCC unroll 16") for (int i = 0; i < (count); i++)
 
-/* Formats of numbers. A number has 32 >> format bits. UINT4 has the first of two numbers in the low bits. */
-enum { FLOAT32, BFLOAT16, INT8, UINT4 };
+/* Formats of numbers. A number has 32 >> format bits. BYTE is int8 or a float of 8 bits. UINT4 has the first of two
+ * numbers in the low bits. */
+enum { FLOAT32, BFLOAT16, BYTE, UINT4 };
 enum { SILU, GELU_TANH };
 /* How a layer rounds its input: not at all, by the largest value of each row, or by constants from calibration. */
 enum { NONE, BY_LARGEST, CONSTANTS };
@@ -49,17 +50,18 @@ enum { NONE, BY_LARGEST, CONSTANTS };
 #define TILE_TOKENS 64
 
 /* A linear layer, [outputs, inputs]. An integer n is the weight n * scale + shift, or codes[n] * scale. `inputs` is a
- * multiple of 16, in INT8 of 64 and in UINT4 of 128. `group` divides this multiple, or this multiple divides `group`. */
+ * multiple of 16, in BYTE of 64 and in UINT4 of 128. `group` divides this multiple, or this multiple divides `group`. */
 struct matrix {
     const void *weights;
-    const float *scales, *shifts; /* of integers, [outputs, inputs / group]; no shifts in INT8 mean 0 */
+    const float *scales, *shifts; /* of BYTE and UINT4, [outputs, inputs / group]; no shifts in BYTE mean 0 */
     const float *codes;           /* of UINT4, [16], or NULL */
     const float *bias;            /* or NULL */
     int64_t outputs, inputs;
     int64_t stride; /* distance between two rows */
     int64_t format;
-    int64_t group;    /* number of consecutive inputs with the same scale and shift */
-    int64_t rounding; /* of the input to 8 bits */
+    int64_t is_float8; /* whether a number of BYTE is a float8_e4m3fn, whose scales are multiplied by 2^120 */
+    int64_t group;     /* number of consecutive inputs with the same scale and shift */
+    int64_t rounding;  /* of the input to 8 bits */
     float input_step, input_zero; /* of rounding by CONSTANTS: distance of two values, and the integer that is 0 */
 };
 
@@ -204,8 +206,8 @@ static void arrange(float *input, const struct matrix *m) {
 /* How a product reads weights: a constant wherever it is used. */
 struct reading {
     int format, parts;
-    bool has_groups; /* whether a row has several scales, or shifts */
-    bool has_codes;
+    bool has_groups; /* whether each number is scaled, because a row has several scales, or shifts */
+    bool has_codes, is_float8;
 };
 
 /* Return one number of each word of a vector at `place`. */
@@ -215,7 +217,9 @@ INLINE vector unpack(const struct matrix *m, int64_t place, const struct reading
     words packed = *(const stored_words *)address(m->weights, place, as.format);
     if (as.format == BFLOAT16)
         return (vector)(part == 0 ? packed << 16 : packed & 0xffff0000);
-    if (as.format == INT8)
+    if (as.is_float8) /* The bits of e4m3 in the places of a float32 are the number times 2^-120. */
+        return (vector)((integers)(packed << (24 - 8 * part)) >> 4 & (int32_t)0x87f00000);
+    if (as.format == BYTE)
         return __builtin_convertvector((integers)(packed << (24 - 8 * part)) >> 24, vector);
     integers numbers = (integers)(packed >> (4 * part) & 15);
     return as.has_codes ? look_up(m->codes, numbers) : __builtin_convertvector(numbers, vector);
@@ -233,7 +237,7 @@ INLINE void multiply_tile(
         for (int row = 0; as.has_groups && row < tile; row++) {
             int64_t place = ((first + row) * m->inputs + start) / group;
             scales[row] = __builtin_shuffle(load_floats(m->scales + place), group_of);
-            if (!as.has_codes)
+            if (!as.has_codes && !as.is_float8)
                 shifts[row] = __builtin_shuffle(load_floats(m->shifts + place), group_of);
         }
         for (int64_t k = start; k < start + span; k += chunk)
@@ -242,7 +246,9 @@ INLINE void multiply_tile(
                     int64_t place = (first + row) * m->stride + k;
                     weights[row] = unpack(m, place, as, part);
                     if (as.has_groups)
-                        weights[row] = weights[row] * scales[row] + (as.has_codes ? broadcast(0) : shifts[row]);
+                        weights[row] = weights[row] * scales[row];
+                    if (as.has_groups && !as.has_codes && !as.is_float8)
+                        weights[row] += shifts[row];
                     if (part == 0) /* of the next tile */
                         __builtin_prefetch(address(m->weights, place + tile * m->stride, as.format));
                 }
@@ -255,7 +261,7 @@ INLINE void multiply_tile(
     EACH(row, tile) EACH(b, batch) {
         float *output = p->output + b * p->output_stride + first + row;
         float sum = sum_lanes(sums[row][b]);
-        if (as.format == INT8 && !as.has_groups)
+        if (as.format == BYTE && !as.has_groups)
             sum *= m->scales[first + row];
         if (m->bias != NULL)
             sum += m->bias[first + row];
@@ -289,10 +295,12 @@ static void multiply_rows(const struct product *p, int64_t first, int64_t last) 
         READ_AS(BFLOAT16, 2)
     else if (m->format == BFLOAT16)
         READ_AS(BFLOAT16, 1)
-    else if (m->format == INT8 && m->shifts == NULL)
-        READ_AS(INT8, 4)
-    else if (m->format == INT8)
-        READ_AS(INT8, 4, .has_groups = true)
+    else if (m->is_float8)
+        READ_AS(BYTE, 4, .has_groups = true, .is_float8 = true)
+    else if (m->format == BYTE && m->shifts == NULL)
+        READ_AS(BYTE, 4)
+    else if (m->format == BYTE)
+        READ_AS(BYTE, 4, .has_groups = true)
     else if (m->codes == NULL)
         READ_AS(UINT4, 8, .has_groups = true)
     else

@@ -22,6 +22,7 @@ from torch.nn.functional import gelu, silu
 
 from mindie_mm.device.choices import forced
 from mindie_mm.device.cpu.cpu_quantized import CPUQuantizedLinear, is_exact
+from mindie_mm.device.quantized_linear import FLOAT8, FLOAT8_UNIT
 
 MOST_ROWS = 32
 """Maximum number of new tokens in a compiled step."""
@@ -31,11 +32,12 @@ _MULTIPLE = 16
 """Number that divides the widths of compiled layers: the floats in the largest vector."""
 NIBBLES = 128
 """Number of values of 4 bits in the largest vector. It divides the inputs of layers with such weights."""
-_INTEGERS_READ = {torch.int8: 64, torch.uint8: NIBBLES}
+_NUMBERS_READ = {torch.int8: 64, FLOAT8: 64, torch.uint8: NIBBLES}
+"""Number of values in the largest vector. It divides the inputs of layers with such weights."""
 _PADDING = 16
 """Number of floats after the scales and shifts of a weight that may be read."""
 _FORMATS = {torch.float32: 0, torch.bfloat16: 1}
-_INTEGER_FORMATS = {torch.int8: 2, torch.uint8: 3}
+_QUANTIZED_FORMATS = {torch.int8: 2, FLOAT8: 2, torch.uint8: 3}
 _NONE, _BY_LARGEST, _CONSTANTS = range(3)
 """How a layer rounds its input, as in decode_step.c."""
 _ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (silu, lambda values: gelu(values, approximate="tanh"))
@@ -79,7 +81,8 @@ class StepLayer:
 class _Matrix(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("weights", "scales", "shifts", "codes", "bias")),
-        *((name, ctypes.c_int64) for name in ("outputs", "inputs", "stride", "format", "group", "rounding")),
+        *((name, ctypes.c_int64) for name in ("outputs", "inputs", "stride", "format")),
+        *((name, ctypes.c_int64) for name in ("is_float8", "group", "rounding")),
         *((name, ctypes.c_float) for name in ("input_step", "input_zero")),
     )
 
@@ -340,7 +343,7 @@ def _matrix(linear: nn.Module, kept: list[Tensor]) -> _Matrix:
 
 def _quantized_matrix(linear: CPUQuantizedLinear, kept: list[Tensor]) -> _Matrix:
     (outputs, inputs), groups = linear.shape, linear.scales.shape[1]
-    group, read = inputs // groups, _INTEGERS_READ[linear.values.dtype]
+    group, read = inputs // groups, _NUMBERS_READ[linear.values.dtype]
     if linear.group_of is not None:
         raise NotCompiled("the groups of inputs of a quantized weight are not consecutive")
     _require_width("the input of a quantized layer", inputs, read)
@@ -348,8 +351,10 @@ def _quantized_matrix(linear: CPUQuantizedLinear, kept: list[Tensor]) -> _Matrix
         raise NotCompiled(
             f"a quantized weight has groups of {group} inputs; the size must divide {read} or be a multiple of it"
         )
-    shifts = None
-    if groups > 1 or linear.zeros is not None or linear.values.dtype == torch.uint8:
+    scales, shifts = linear.scales, None
+    if linear.values.dtype == FLOAT8:
+        scales = scales * FLOAT8_UNIT
+    elif groups > 1 or linear.zeros is not None or linear.values.dtype == torch.uint8:
         shifts = torch.zeros_like(linear.scales) if linear.zeros is None else -linear.zeros * linear.scales
     bias = None if linear.bias is None else linear.bias.detach().float()
     if linear.input_scale is not None:
@@ -360,14 +365,15 @@ def _quantized_matrix(linear: CPUQuantizedLinear, kept: list[Tensor]) -> _Matrix
         bias = constant if bias is None else bias + constant
     return _Matrix(
         weights=_address(linear.values, kept),
-        scales=_padded(linear.scales, kept),
+        scales=_padded(scales, kept),
         shifts=None if shifts is None else _padded(shifts, kept),
         codes=None if linear.codes is None else _address(linear.codes, kept),
         bias=None if bias is None else _address(bias, kept),
         outputs=outputs,
         inputs=inputs,
         stride=inputs,
-        format=_INTEGER_FORMATS[linear.values.dtype],
+        format=_QUANTIZED_FORMATS[linear.values.dtype],
+        is_float8=linear.values.dtype == FLOAT8,
         group=group,
         rounding=_NONE if not linear.rounds_input else _BY_LARGEST if linear.input_scale is None else _CONSTANTS,
         input_step=linear.input_scale or 0.0,

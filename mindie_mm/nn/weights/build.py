@@ -13,7 +13,6 @@ from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.nn import experts
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.renaming import RenamedWeights, rename
-from mindie_mm.nn.weights.dequantize import read_dequantized, scaling
 from mindie_mm.nn.weights.formats import Format, PackedWeight, format_of, packed_weights, read_packed
 from mindie_mm.nn.weights.loading import counted
 from mindie_mm.nn.weights.placing import Placing, dequantized
@@ -46,7 +45,7 @@ def build(
 
     """
     packing = format_of(checkpoint)
-    if scaling(checkpoint) is None and packing is None:
+    if packing is None:
         refuse_quantized(checkpoint)
     refuse_shares(checkpoint)
     with torch.device("meta"):
@@ -56,7 +55,7 @@ def build(
     tensors: dict[str, Tensor] = {}
     unexpected: list[str] = []
     misfits: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
-    for name, weight in counted(_read(checkpoint, dtype, packing), len(expected)):
+    for name, weight in counted(_read(checkpoint, packing), len(expected)):
         if placing.take(name, weight, module):
             continue
         for part, tensor in _plain(checkpoint, name, weight, expected):
@@ -124,7 +123,7 @@ def check_quantized(checkpoint: Checkpoint, *, own_layers: bool) -> None:
     """
     if checkpoint.renamings:
         _refuse_quantized_originals(checkpoint)
-    elif scaling(checkpoint) is None and format_of(checkpoint) is None:
+    elif format_of(checkpoint) is None:
         if own_layers:
             refuse_quantized(checkpoint)
         else:
@@ -139,16 +138,9 @@ def _refuse_quantized_originals(checkpoint: Checkpoint) -> None:
         )
 
 
-def _read(
-    checkpoint: Checkpoint, dtype: torch.dtype, packing: Format | None
-) -> Iterator[tuple[str, Tensor | PackedWeight]]:
+def _read(checkpoint: Checkpoint, packing: Format | None) -> Iterator[tuple[str, Tensor | PackedWeight]]:
     """Yield the name and value of each weight. Packed weights stay packed."""
-    if packing is not None:
-        yield from read_packed(checkpoint, packing)
-    elif scaling(checkpoint) is not None:
-        yield from read_dequantized(checkpoint, dtype)
-    else:
-        yield from read_weights(checkpoint)
+    yield from read_weights(checkpoint) if packing is None else read_packed(checkpoint, packing)
 
 
 def _plain(

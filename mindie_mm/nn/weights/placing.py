@@ -28,6 +28,7 @@ class Placing:
         self._adds_biases = packing is not None and packing.adds_biases
         self._weights: dict[str, PackedWeight] = {}
         self._biases: dict[str, Tensor] = {}
+        self._num_dequantized = 0
         self.misfits: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
         """Name of each weight of the wrong shape, its shape, and the shape that the model needs."""
 
@@ -45,6 +46,9 @@ class Placing:
         if isinstance(weight, Tensor):
             return self._adds_biases and part == "bias" and self._take_bias(path, layer, weight)
         if part != "weight" or type(layer) is not nn.Linear:
+            return False
+        if not weight.stays_packed(self._device):
+            self._num_dequantized += 1
             return False
         if weight.shape != (needed := tuple(layer.weight.shape)):
             self.misfits.append((name, weight.shape, needed))
@@ -89,6 +93,13 @@ class Placing:
             plain: Any = model.get_submodule(path)
             layers.append(weight.layer(plain, self._device))
             model.set_submodule(path, layers[-1])
+        if self._num_dequantized:
+            _log.warning(
+                "the quantized weights of %d linear layers are dequantized, because the device %s cannot multiply by "
+                "them; they take as much memory as unquantized weights",
+                self._num_dequantized,
+                self._device.name,
+            )
         if layers:
             _log.info(
                 "%d linear layers have quantized weights, %.1f MiB; %d of them round their input to 8 bits",

@@ -33,10 +33,10 @@ from mindie_mm.nn.lora.loras import Loras
 from mindie_mm.nn.model import Model, ModelSpec
 from mindie_mm.nn.paged_batch import Chunk, PagedBatch, top_position
 from mindie_mm.nn.paged_cache import KVLayer, Layer, PagedCache, SharedLayer
-from mindie_mm.nn.weights.dequantize import must_dequantize, read_dequantized
 from mindie_mm.nn.weights.formats import format_of, read_packed
+from mindie_mm.nn.weights.formats.float8 import runs_in_transformers
 from mindie_mm.nn.weights.placing import Placing, with_packed
-from mindie_mm.nn.weights.quantized import check_quantization, is_quantized, quantization, try_layers
+from mindie_mm.nn.weights.quantized import check_quantization, quantization, try_layers
 from mindie_mm.nn.weights.shards import weight_files
 from mindie_mm.nn.weights.shares import layer_configs, localize, num_shares, refuse_shares, shared
 from mindie_mm.nn.weights.stored_tensors import PLAIN, check_stored
@@ -325,7 +325,7 @@ def _load(
     If not, the module's output layer is not used, and shares the memory of the embeddings.
     """
     settings = _settings_for_transformers(checkpoint, device)
-    placing = Placing(device, packing := format_of(checkpoint))
+    placing = Placing(device, packing := format_of(checkpoint) if settings is None else None)
     weight_files(checkpoint)
     # This logger warns of settings in generation_config.json that `generate` ignores, but `generate` is never called.
     logging.getLogger("transformers.generation.configuration_utils").setLevel(logging.ERROR)
@@ -340,8 +340,6 @@ def _load(
         state = renamed.weights if renamed else None
         if packing is not None:
             cls, state = with_packed(cls, config, read_packed(checkpoint, packing), placing, dtype)
-        elif settings is None and is_quantized(checkpoint):
-            state = dict(read_dequantized(checkpoint, dtype))
         check_shapes(checkpoint, placing.misfits)
         module, loaded = cls.from_pretrained(
             checkpoint.path if state is None else None,
@@ -394,7 +392,7 @@ def _settings_for_transformers(checkpoint: Checkpoint, device: Device) -> Mappin
         check_stored(checkpoint)
         return None
     refuse_shares(checkpoint, "is quantized")
-    if format_of(checkpoint) is not None or must_dequantize(checkpoint, device):
+    if format_of(checkpoint) is not None and not runs_in_transformers(settings, device):
         return None
     check_quantization(checkpoint, device)
     return settings

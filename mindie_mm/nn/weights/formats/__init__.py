@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
 
@@ -13,19 +13,23 @@ from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.weights.formats.bitsandbytes import BitsAndBytes
 from mindie_mm.nn.weights.formats.compressed_tensors import CompressedTensors
+from mindie_mm.nn.weights.formats.float8 import Float8
 from mindie_mm.nn.weights.formats.gptq import AWQ, GPTQ
 from mindie_mm.nn.weights.formats.modelslim import ModelSlim
 from mindie_mm.nn.weights.formats.packed import Format, PackedWeight
 from mindie_mm.nn.weights.quantized import method_of, quantization
 from mindie_mm.nn.weights.stored_tensors import check_scaled, read_weights, weight_names
 
-_FORMATS: Mapping[str, type[Format]] = {
-    "modelslim": ModelSlim,
-    "compressed-tensors": CompressedTensors,
-    "gptq": GPTQ,
-    "awq": AWQ,
-    "bitsandbytes_4bit": BitsAndBytes,
-    "bitsandbytes_8bit": BitsAndBytes,
+_FORMATS: Mapping[str, Sequence[type[Format]]] = {
+    "modelslim": [ModelSlim],
+    "compressed-tensors": [Float8, CompressedTensors],
+    "fp8": [Float8],
+    "mxfp8": [Float8],
+    "fbgemm_fp8": [Float8],
+    "gptq": [GPTQ],
+    "awq": [AWQ],
+    "bitsandbytes_4bit": [BitsAndBytes],
+    "bitsandbytes_8bit": [BitsAndBytes],
 }
 """Formats by the name of the quantization method."""
 
@@ -39,10 +43,9 @@ def format_of(checkpoint: Checkpoint) -> Format | None:
     """
     if (settings := quantization(checkpoint)) is None:
         return None
-    if (kind := _FORMATS.get(method_of(settings))) is None:
-        return None
     try:
-        return kind.of(settings)
+        found = (kind.of(settings) for kind in _FORMATS.get(method_of(settings), ()))
+        return next((one for one in found if one is not None), None)
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise UnsupportedCheckpoint(
             f"{checkpoint.path} is quantized with {method_of(settings)!r}: {error}. Use the unquantized checkpoint"

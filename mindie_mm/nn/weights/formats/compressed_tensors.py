@@ -1,8 +1,8 @@
 """Integer weights in the formats of compressed-tensors, which llm-compressor writes.
 
 `int-quantized` stores one int8 number per byte, and `pack-quantized` several numbers per int32. Sources:
-compressed-tensors, compressors/quantized_compressors and compressors/pack_quantized. `dequantize.py` reads the formats
-with float numbers.
+compressed-tensors, compressors/quantized_compressors and compressors/pack_quantized. `float8.py` reads the formats with
+float numbers.
 """
 
 from __future__ import annotations

@@ -29,6 +29,10 @@ class PackedWeight(ABC):
         """Return the bias of the layer that the packed weight contains, or None."""
         return None
 
+    def stays_packed(self, device: Device) -> bool:
+        """Return whether a layer on `device` can have this weight. If not, the weight is dequantized."""
+        return True
+
     @abstractmethod
     def layer(self, plain: nn.Linear, device: Device) -> nn.Module:
         """Return a layer on `device` that replaces `plain`, with the bias of `plain`."""
@@ -61,7 +65,7 @@ class Format(ABC):
     @classmethod
     @abstractmethod
     def of(cls, settings: Mapping[str, Any]) -> Self | None:
-        """Return the format that the settings of a checkpoint describe, or None if another module reads it.
+        """Return the format that the settings of a checkpoint describe, or None if they describe another format.
 
         Raises:
             ValueError: The format is not supported.
