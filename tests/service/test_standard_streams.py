@@ -114,10 +114,10 @@ def test_closing_the_terminal_stops_the_service_like_sigterm(settings: dict[str,
     given = settings | {"spool": tmp_path / "spool", "grace_s": 600}
     with (
         running_service(given, tmp_path / "log", start=start) as running,
-        httpx2.Client(base_url=running.url, timeout=60) as http,
+        httpx2.Client(base_url=running.url, timeout=300) as http,
     ):
         os.close(other_end)
-        body = {"prompt": "What?", "max_tokens": 400, "ignore_eos": True, "stream": True}
+        body = {"prompt": "What?", "max_tokens": 3000, "ignore_eos": True, "stream": True}
         with http.stream("POST", "/v1/completions", json=body) as response:
             lines = response.iter_lines()
             next(lines)
