@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -242,7 +243,9 @@ class Rig:
 
     def left_in_spool(self) -> list[str]:
         """Return the contents of the spool's directories. Empty directories are reclaimed after a minute."""
-        return [str(path.relative_to(self.spool)) for path in self.spool.rglob("*") if path.parent != self.spool]
+        # The service may remove directories meanwhile. `os.walk` passes over them, but `Path.rglob` raises an error.
+        inside = [(folder, names + files) for folder, names, files in os.walk(self.spool) if Path(folder) != self.spool]
+        return [str(Path(folder, name).relative_to(self.spool)) for folder, names in inside for name in names]
 
     def trigger(self, point: Point) -> Path:
         return self.faults / point.trigger
