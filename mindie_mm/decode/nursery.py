@@ -29,7 +29,7 @@ from mindie_mm.errors import MindieMMError
 from mindie_mm.lockdown import lock_in, support
 from mindie_mm.lockdown.system_calls import PR_SET_PDEATHSIG, prctl
 from mindie_mm.media.warm import warm_up
-from mindie_mm.models import family_of, reading
+from mindie_mm.models import family_of, processor_of
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Processor
 from mindie_mm.processes import faults
@@ -173,6 +173,4 @@ def main(channel: ChildChannel, lifeline: Lifeline, setup_json: str) -> None:
 def load_processor(setup: DecoderSetup) -> Processor:
     """Return the processor of the checkpoint. Raise UnsupportedCheckpoint if no family supports the checkpoint."""
     checkpoint = Checkpoint.open(setup.model)
-    family = family_of(checkpoint, setup.family)
-    with reading(checkpoint, family):
-        return family.processor(family.translated(checkpoint))
+    return processor_of(checkpoint, family_of(checkpoint, setup.family))

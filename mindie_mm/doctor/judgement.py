@@ -13,7 +13,7 @@ from mindie_mm.device import KINDS
 from mindie_mm.device.finding import Finding
 from mindie_mm.errors import MindieMMError, UnsupportedCheckpoint
 from mindie_mm.inputs import Media
-from mindie_mm.models import family_of, name_of, reading, unknown_keys
+from mindie_mm.models import family_of, name_of, processor_of, reading, unknown_keys
 from mindie_mm.nn.checkpoint.config_only import ConfigOnly
 from mindie_mm.nn.checkpoint.hub import checkpoint_name
 from mindie_mm.nn.checkpoint.missing_files import listed, missing_files
@@ -56,9 +56,9 @@ def judge(
         return
     name = name_of(family)
     try:
+        processor = processor_of(checkpoint, family)
         with reading(checkpoint, family):
             translated = family.translated(checkpoint)
-            processor = family.processor(translated)
             config = family.configuration(translated) if issubclass(family, PretrainedFamily) else None
     except UnsupportedCheckpoint as error:
         yield Finding("family", "error", f"family {name}, which does not support this checkpoint", str(error))

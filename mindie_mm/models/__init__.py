@@ -12,6 +12,7 @@ import pkgutil
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from difflib import SequenceMatcher
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -22,7 +23,7 @@ import torch
 from mindie_mm.device import Device, open_device
 from mindie_mm.errors import DeviceError, InputError, MindieMMError, UnsupportedCheckpoint, panics_as
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.family import Family
+from mindie_mm.nn.family import Family, PretrainedFamily, Processor
 from mindie_mm.nn.int8 import quantize
 from mindie_mm.nn.model import Model
 from mindie_mm.nn.placement import TOGETHER, Placement, place
@@ -251,6 +252,38 @@ def reading(checkpoint: Checkpoint, family: type[Family]) -> Iterator[None]:
         raise UnsupportedCheckpoint(f"{checkpoint.path} cannot be read as {family.__name__}: {what}") from error
 
 
+def processor_of(checkpoint: Checkpoint, family: type[Family]) -> Processor:
+    """Return the processor of a family for a checkpoint.
+
+    Raises:
+        UnsupportedCheckpoint: The family does not support a setting, or the id of a token of media items is outside the
+            vocabulary.
+
+    """
+    with reading(checkpoint, family):
+        translated = family.translated(checkpoint)
+        processor = family.processor(translated)
+        known = processor.num_embeddings
+        if known is None and issubclass(family, PretrainedFamily):
+            config = family.config_class().from_dict(deepcopy(dict(translated.config)))  # it changes its argument
+            known = config.get_text_config().vocab_size
+    if known is not None:
+        _check_tokens(processor, known, str(checkpoint.path))
+    return processor
+
+
+def _check_tokens(processor: Processor, known: int, where: str) -> None:
+    """Raise UnsupportedCheckpoint if a token of media items has an id of `known` or more, which no embedding has."""
+    for kind, one in processor.placeholders.items():
+        for token in (one.token, *one.before, *one.after, *one.control_ids):
+            if token >= known:
+                raise UnsupportedCheckpoint(
+                    f"{where}: a token of {kind} items has the id {token}; ids must be below {known}, the size of the "
+                    "vocabulary. Copy config.json and the tokenizer's files from the original repository, or correct "
+                    "the id of the token or vocab_size in config.json"
+                )
+
+
 def load_model(
     path: str | Path | None = None,
     device: str = "auto",
@@ -297,7 +330,7 @@ def load_model(
     chosen = family_of(checkpoint, family)
     with _fitting(checkpoint, opened):
         with reading(checkpoint, chosen):
-            processor = chosen.processor(checkpoint)  # first, to report unsupported settings before weights are read
+            processor = processor_of(checkpoint, chosen)  # first, to report faults before weights are read
             model = chosen.model(checkpoint, processor, opened, _dtype(dtype, checkpoint, opened))
             model.processor = processor
             if is_first() and (message := unknown_keys(checkpoint, chosen)):

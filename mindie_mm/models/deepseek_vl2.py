@@ -157,6 +157,7 @@ class DeepseekVL2Processor(Processor):
         self.mean: tuple[float, ...] = tuple(settings["image_mean"])
         self.std: tuple[float, ...] = tuple(settings["image_std"])
         self.feature_width: int = config["language_config"]["hidden_size"]
+        self.num_embeddings = config["language_config"]["vocab_size"]
         self.size = 384
         patch = settings["patch_size"]
         if patch != config["vision_config"]["patch_size"]:

@@ -187,7 +187,10 @@ class Florence2Processor(OneSizeProcessor):
         checkpoint = _translated(checkpoint)
         where = str(checkpoint.path)
         config = read_config("Florence2Config", checkpoint)
-        self.feature_width = config.get_text_config().hidden_size
+        text = config.get_text_config()
+        self.feature_width = text.hidden_size
+        # The placeholder id may be beyond the embedding table. Such an id is valid only as an image's placeholder.
+        self.num_embeddings = max(text.vocab_size, config.image_token_id + 1)
         settings = checkpoint.preprocessor("image", {"CLIPImageProcessor": _DEFAULTS})
         check_settings(settings, {"do_resize": True}, where)
         size = Size.read(settings["size"], where)
@@ -274,7 +277,7 @@ class Florence2(PretrainedFamily):
         module, spec, rules = load_seq2seq(cls.module_class(), checkpoint, device, dtype, longest, renamed)
         if bias is not None and bias.any():
             module.lm_head.bias = nn.Parameter(bias.flatten().to(device.torch_device, dtype), requires_grad=False)
-        spec = replace(spec, embedding_size=max(spec.vocab_size, config.image_token_id + 1))
+        spec = replace(spec, embedding_size=processor.num_embeddings)
         return Florence2Model(module, spec, rules, processor)
 
     @classmethod

@@ -197,7 +197,9 @@ class MolmoProcessor(Processor):
         config = checkpoint.preprocessor("image", {"MolmoImageProcessor": {}})
         check_settings(config, _PREPROCESSING, str(checkpoint.path))
         config = _SETTINGS.complete(config, str(checkpoint.path))
-        self.feature_width: int = configuration(checkpoint)["hidden_size"]
+        own = configuration(checkpoint)
+        self.feature_width: int = own["hidden_size"]
+        self.num_embeddings = own["embedding_size"] + own["additional_vocab_size"]
         self.max_crops: int = config["max_crops"]
         self.mean: tuple[float, ...] = tuple(config["image_mean"])
         self.std: tuple[float, ...] = tuple(config["image_std"])
@@ -433,7 +435,7 @@ class Molmo(Family):
             eos_token_ids=eos_token_ids(checkpoint),
             device=device.torch_device,
             dtype=dtype,
-            embedding_size=size + config["additional_vocab_size"],
+            embedding_size=processor.num_embeddings,
         )
         return MolmoModel(module, spec, config, processor)
 

@@ -78,7 +78,9 @@ class Molmo2Processor(Processor):
     def __init__(self, checkpoint: Checkpoint) -> None:
         where = str(checkpoint.path)
         config = read_config("Molmo2Config", checkpoint)
-        self.feature_width = config.get_text_config().hidden_size
+        text = config.get_text_config()
+        self.feature_width = text.hidden_size
+        self.num_embeddings = text.vocab_size + text.additional_vocab_size
         image = checkpoint.preprocessor("image", {"Molmo2ImageProcessor": _IMAGE})
         video = checkpoint.preprocessor("video", {"Molmo2VideoProcessor": _VIDEO})
         # The reference rejects videos if both fps and num_frames are set.
@@ -357,8 +359,7 @@ class Molmo2Model(PretrainedModel):
 
     def __init__(self, module: Any, spec: ModelSpec, processor: Molmo2Processor) -> None:
         text = module.model.language_model
-        embeddings = text.get_input_embeddings().num_embeddings
-        super().__init__(module, replace(spec, embedding_size=embeddings), text, module.lm_head)
+        super().__init__(module, replace(spec, embedding_size=processor.num_embeddings), text, module.lm_head)
         self._processor = processor
 
     def bidirectional_spans(self, length: int, items: Sequence[MediaItem]) -> Tensor | None:

@@ -136,6 +136,7 @@ class QwenVLProcessor(Processor):
         visual = config["visual"]
         start = visual["image_start_id"]
         self.feature_width: int = config["hidden_size"]
+        self.num_embeddings = config["vocab_size"]
         self.size: int = visual["image_size"]
         self.num_queries: int = visual["n_queries"]
         self.placeholders = {"image": Placeholder((start,), start + 2, (start + 1,), caption=("Picture {}: ", "\n"))}

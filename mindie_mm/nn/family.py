@@ -138,6 +138,8 @@ class Processor(ModelInputs, ABC):
     """`ModelSpec.extra_width`, by which a feature is wider than the embedding of a text token."""
     placeholders: Mapping[Kind, Placeholder]
     """Placeholder of each kind of media that the family supports."""
+    num_embeddings: int | None = None
+    """`ModelSpec.embedding_size`. None means `vocab_size` of transformers' configuration of the text model."""
     mindie_pad: int = -1
     """Id that MindIE writes over further placeholders in its wire format: `pad_token_id` of the text config, or -1."""
 

@@ -40,12 +40,15 @@ OWN = {
 
 
 NEEDED = {"gemma3n": "timm"}
+"""Packages without which a family is refused, and which the ordinary installation lacks."""
 MAX_PROCESSOR_S = 1.0
 """Processor time in which a config.json is judged, with the start of Python."""
-"""Packages without which a family is refused, and which the ordinary installation lacks."""
 EXAMPLES = {"llava_v1": "llava", "minigpt4": "blip-2"}
 """Families in the folder examples, with the model type whose configuration they have."""
-STATED = {"gemma4": {"vision_config": {}}}
+STATED = {
+    "deepseek_vl_hybrid": {"text_config": {"vocab_size": 102400}},  # the default lacks the default image token
+    "gemma4": {"vision_config": {}},
+}
 """Arguments of configuration classes whose defaults are those of a text model."""
 
 
@@ -143,6 +146,15 @@ def judged(tmp_path_factory):
     assert ended.returncode == 0, ended.stderr
     *found, slow = map(json.loads, ended.stdout.splitlines())
     return {**dict(zip(folders, found, strict=True)), "slow": slow}
+
+
+def test_a_media_token_outside_the_vocabulary_is_an_error(tmp_path):
+    config = json.loads((FOLDER / "step3p7_flash" / "config.json").read_text())
+    del config["image_token_id"]  # the default of the configuration class
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (found,) = judge(tmp_path, None, (64, 64))
+    assert (found.subject, found.status) == ("family", "error")
+    assert "a token of image items has the id 151679; ids must be below 128896" in found.advice
 
 
 def test_neither_torch_nor_modeling_code_is_imported(judged):

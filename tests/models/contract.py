@@ -65,7 +65,7 @@ from mindie_mm.inputs import (
 from mindie_mm.media.guard.caps import under
 from mindie_mm.media.source import read_source
 from mindie_mm.media.video.encoded_video import EncodedVideo
-from mindie_mm.models import family_named, family_of, load_model
+from mindie_mm.models import family_named, family_of, load_model, processor_of
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.missing_files import VOCABULARIES
 from mindie_mm.nn.experts import Experts
@@ -320,6 +320,15 @@ def without_weights(path: Path, out: Path) -> Path:
     return shutil.copytree(path, out, ignore=shutil.ignore_patterns("*.safetensors", "*.bin"))
 
 
+def with_vocabulary(config: Mapping[str, Any], size: int) -> dict[str, Any]:
+    """Return a copy of the contents of config.json in which the vocabulary has `size` tokens."""
+    sizes = {"vocab_size": size, "embedding_size": size, "additional_vocab_size": 0}
+    return {
+        name: with_vocabulary(value, size) if isinstance(value, dict) else sizes.get(name, value)
+        for name, value in config.items()
+    }
+
+
 def refusals(cases: Sequence[tuple[str, Mapping[str, Any], str]]) -> Callable[..., None]:
     """Return a test of a FamilyContract: a checkpoint with a changed setting is refused with a message that names it.
 
@@ -363,6 +372,9 @@ class FamilyContract:
     """True if the family places the items itself, so that the text of a prompt has no markers for them."""
     settings_file: ClassVar[str | None] = "preprocessor_config.json"
     """File that an error must mention if there are no preprocessing settings. None if config.json contains them."""
+
+    embeds_media_tokens: ClassVar[bool] = True
+    """Whether the tokens of media items need embeddings."""
 
     not_batched: ClassVar[Collection[str]] = ()
     """Names of the prompts that transformers' model does not accept in a batch with the others."""
@@ -501,6 +513,17 @@ class FamilyContract:
         """Defaults are not used instead."""
         if (file := self.settings_file) is not None:
             self.assert_refused(without_settings(path, tmp_path / "other"), file)
+
+    def test_media_tokens_outside_the_vocabulary_are_refused(self, path, processor):
+        size = min(placeholder.token for placeholder in processor.placeholders.values())
+        own = Checkpoint.open(path)
+        checkpoint = replace(own, config=with_vocabulary(own.config, size))
+        if not self.embeds_media_tokens:
+            processor_of(checkpoint, family_named(self.name))
+            return
+        expected = rf"has the id \d+; ids must be below {size}, the size of the vocabulary"
+        with pytest.raises(UnsupportedCheckpoint, match=expected):
+            processor_of(checkpoint, family_named(self.name))
 
     @pytest.mark.representative
     def test_broken_preprocessing_settings_are_named(self, path, tmp_path):

@@ -78,6 +78,7 @@ class Florence2Reference(Seq2SeqReference):
 
 class TestFlorence2(Seq2SeqContract):
     name = "florence2"
+    embeds_media_tokens = False
     reference_class = Florence2Reference
     unspelled = True
     decoder_input_ids = Florence2Reference.decoder_input_ids

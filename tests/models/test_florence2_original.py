@@ -174,6 +174,7 @@ class Reference(Florence2Reference):
 
 class TestFlorence2Original(Seq2SeqContract):
     name = "florence2"
+    embeds_media_tokens = False
     unspelled = True
     decoder_input_ids = plain.TestFlorence2.decoder_input_ids
     prompts: ClassVar = plain.TestFlorence2.prompts

@@ -1,6 +1,7 @@
 """Tests for Step 3.7 against transformers, on random weights."""
 
 import shutil
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
@@ -12,9 +13,9 @@ from transformers import (
     Step3p7Processor,
 )
 
-from mindie_mm.errors import LimitExceeded
+from mindie_mm.errors import LimitExceeded, UnsupportedCheckpoint
 from mindie_mm.inputs import Media
-from mindie_mm.models import family_named, load_model
+from mindie_mm.models import family_named, load_model, processor_of
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.experts import Experts, JoinedExperts
 from tests.models.contract import PICTURES, ExtremeShapes, FamilyContract, picture, refusals
@@ -123,6 +124,11 @@ class TestStep3p7(ExtremeShapes, FamilyContract):
             ("preprocessor_config", {"vision_patch_size": 16}, "vision_patch_size is 16"),
         ]
     )
+
+    def test_the_default_image_token_is_refused_if_the_vocabulary_lacks_it(self, path):
+        config = {name: value for name, value in Checkpoint.open(path).config.items() if name != "image_token_id"}
+        with pytest.raises(UnsupportedCheckpoint, match="has the id 151679; ids must be below 400"):
+            processor_of(replace(Checkpoint.open(path), config=config), family_named(self.name))
 
     def test_an_image_with_too_many_crops_is_refused(self, processor):
         image = picture(33, 1000)

@@ -39,7 +39,7 @@ from mindie_mm.engine.requests.engine_messages import (
 )
 from mindie_mm.engine.seq2seq import Seq2SeqEngine
 from mindie_mm.errors import MindieMMError
-from mindie_mm.models import family_of, load_model, prepare_model, reading
+from mindie_mm.models import family_of, load_model, prepare_model, processor_of
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.model import Model
 from mindie_mm.nn.placement import Placement
@@ -214,9 +214,7 @@ def load_engine(start: Start, ranks: Ranks) -> tuple[BaseEngine, int]:
     if ranks.number == 0 and (detail := slow_dtype(model.module)):
         _log.warning("%s. Use --dtype float32, or 32 bits for the part (--vision-bits, --projector-bits)", detail)
     lora_keys, lora_bytes = ranks.run_on_all(lambda: _enable_loras(model, start))
-    family = family_of(checkpoint, start.family)
-    with reading(checkpoint, family):
-        processor = family.processor(checkpoint)
+    processor = processor_of(checkpoint, family_of(checkpoint, start.family))
     step = Step.kept(start.step_bytes)
     if step is None:
         step = WorstCase(model, processor, device, config, ranks).step(tuple(processor.placeholders))
