@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from mindie_mm.cli.settings import SettingsCommand, configured, settings
 from mindie_mm.errors import InputError
 from mindie_mm.processes.standard_streams import stderr_without_waiting
 from mindie_mm.settings.config import EngineConfig, MediaCaps, MiB, ServiceConfig, WorkerConfig
-from mindie_mm.settings.sources import Configuration
+from mindie_mm.settings.sources import Configuration, without_effect
 
 _OF_ENGINE = frozenset(field.name for field in fields(EngineConfig)) - {"max_model_len", "cpu_binding"}
 _OF_LORAS = frozenset({"lora", "lora_dir", "max_loras", "max_lora_rank"})
@@ -27,15 +28,14 @@ _OF_ANSWERS = frozenset(
         *("max_held_logprobs", "enable_prompt_embeds"),
     }
 )
+_WITHOUT_EFFECT = _OF_ENGINE | _OF_LORAS | _OF_ARENA | _OF_ANSWERS
 _ARENA_BYTES = MiB
 """Size of the arena, which the tokenizer creates, but plans do not use."""
 
 
 @click.command("render", cls=SettingsCommand)
 @click.argument("path", required=False, type=MODEL)
-@settings(
-    ServiceConfig, MediaCaps, WorkerConfig, EngineConfig, without=_OF_ENGINE | _OF_LORAS | _OF_ARENA | _OF_ANSWERS
-)
+@settings(ServiceConfig, MediaCaps, WorkerConfig, EngineConfig, without=_WITHOUT_EFFECT)
 def command(path: str | None, **flags: Any) -> None:
     """Serve the token ids of prompts, and the places and hashes of their media, for routers and vLLM servers.
 
@@ -45,11 +45,14 @@ def command(path: str | None, **flags: Any) -> None:
     PATH is the folder of a checkpoint or the name of a repository on the Hugging Face Hub. Without PATH, the embedded
     checkpoint is used.
     """
-    given = configured(path, flags | {"enable_scale_out": True, "web_page": False})
+    given = configured(path, flags)
     if given.worker.serves_loras:
         raise InputError("render serves no LoRA adapters; leave out lora and lora_dir")
+    warnings = without_effect(given, _WITHOUT_EFFECT, "render")
     service = replace(
         given.service,
+        enable_scale_out=True,
+        web_page=False,
         like="vllm" if given.service.like == "auto" else given.service.like,
         files_path=None,  # batches need an engine
     )
@@ -57,11 +60,11 @@ def command(path: str | None, **flags: Any) -> None:
     given = replace(given, worker=worker, service=service).for_service()
     given = with_local_model(with_model_id(given, path), weights=False)
     with stderr_without_waiting():
-        _render(given)
+        _render(given, warnings)
 
 
-def _render(configuration: Configuration) -> None:
-    log_settings(configuration)
+def _render(configuration: Configuration, warnings: Sequence[str]) -> None:
+    log_settings(configuration, warnings)
     from mindie_mm.processes.fork_client import ForkClient  # imported late, because other commands do not need asyncio
 
     worker = configuration.worker

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -42,8 +43,8 @@ def command(path: str | None, ray_address: str | None, **flags: Any) -> None:
         _serve(configuration, ray_address)
 
 
-def log_settings(configuration: Configuration) -> None:
-    """Configure logs, and log the settings that are not at their default and the variables that are misspelt."""
+def log_settings(configuration: Configuration, warnings: Iterable[str] = ()) -> None:
+    """Configure logs. Log the settings that are not at their default, `warnings`, and misspelt variables."""
     logs.configure(logs.LogSettings(configuration.service.log_format, configuration.service.log_level), "api")
     settings = configuration.settings()
     for one in settings:
@@ -52,7 +53,7 @@ def log_settings(configuration: Configuration) -> None:
     if given := [one for one in settings if one.origin != DEFAULT]:
         text = ", ".join(f"{one.name} = {one.value} ({one.origin})" for one in given)
         _log.info("%s", text, extra={"fields": {"settings": {one.name: one.value for one in given}}})
-    for warning in misspelt_variables():
+    for warning in (*warnings, *misspelt_variables()):
         _log.warning("%s", warning)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
@@ -150,6 +150,23 @@ def misspelt_variables() -> list[str]:
         near = difflib.get_close_matches(own, hints, n=1)
         warnings.append(f"{name} is not a setting{f'; did you mean {variable(near[0])}?' if near else ''}")
     return warnings
+
+
+def without_effect(configuration: Configuration, names: Collection[str], command: str) -> list[str]:
+    """Return a warning for each variable that sets one of the settings `names`, which have no effect on `command`.
+
+    Like misspelt variables, they are no errors, because the user may have set them for another command.
+
+    Raises:
+        InputError: The file sets one of them.
+
+    """
+    given = {name: origin for name, origin in configuration.origins.items() if name in names}
+    variables = sorted(origin for name, origin in given.items() if origin == variable(name))
+    for name, origin in given.items():
+        if origin not in variables:
+            raise InputError(f"{origin}: {name} has no effect on mindie-mm {command}; remove it")
+    return [f"{origin} has no effect on mindie-mm {command}" for origin in variables]
 
 
 def read_file(file: Path) -> dict[str, Any]:

@@ -21,8 +21,9 @@ from mindie_mm.errors import ContextLengthExceeded, FramesMiscounted, InputError
 from mindie_mm.inputs import PROMPT, Kind, Message, Text
 from mindie_mm.media.guard.caps import decoding_to_count
 from mindie_mm.models import family_of, reading
+from mindie_mm.nn.checkpoint.config_only import ConfigOnly
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.family import Placeholder, Processor
+from mindie_mm.nn.family import Family, Placeholder, PretrainedFamily, Processor
 from mindie_mm.processes import faults
 from mindie_mm.processes.alone import gather_in_order
 from mindie_mm.processes.tasks import in_thread, task_group
@@ -38,7 +39,7 @@ from mindie_mm.tokenize.stores import Store
 from mindie_mm.tokenize.text.chat_template import as_dict
 from mindie_mm.tokenize.text.spelling import Rendered, strings
 from mindie_mm.tokenize.text.text_encoder import Encoded, SpecialTokens, TextEncoder
-from mindie_mm.tokenize.tokenizer_traits import TokenizerTraits
+from mindie_mm.tokenize.tokenizer_traits import Sizes, TokenizerTraits
 from mindie_mm.tokenize.truncate import cut, truncate
 
 
@@ -65,6 +66,7 @@ class Prompts:
             checkpoint = family.translated(checkpoint)
             self._processor = family.processor(checkpoint)
             tokenizer = family.tokenizer(checkpoint)
+            sizes = sizes_of(checkpoint, family) if setup.states_sizes else Sizes()
         placeholders = [*self._processor.placeholders.values()]
         self._tokens = {placeholder.token for placeholder in placeholders}
         media_ids = {index for p in placeholders for index in (*p.before, p.token, *p.after)}
@@ -82,7 +84,7 @@ class Prompts:
         self.added_tokens = frozenset(token.content for token in tokenizer.added_tokens_decoder.values())
         """Texts of the added tokens of the tokenizer."""
         speech = self._processor.speech if "audio" in self._processor.placeholders else None
-        self.traits = TokenizerTraits(shown_tokens, self._text.chat_traits, speech)
+        self.traits = TokenizerTraits(shown_tokens, self._text.chat_traits, speech, sizes)
         planner = Planner(self._processor, family.__name__, setup.limit_mm_per_prompt)
         store = store if isinstance(store, Store) else store(self._processor)
         self.stage = MediaStage(planner, decoders, store, setup.media)
@@ -362,6 +364,19 @@ class Prompts:
             texts.append(text)
             numbers[item.shape.kind] += 1
         return markers, texts
+
+
+def sizes_of(checkpoint: Checkpoint, family: type[Family]) -> Sizes:
+    """Return the sizes of a checkpoint that `family` has translated."""
+    if not issubclass(family, PretrainedFamily):
+        stated = ConfigOnly(checkpoint.path, checkpoint.config).stated_anywhere
+        return Sizes(stated("vocab_size"), stated("max_position_embeddings"))
+    config, longest = family.configuration(checkpoint), family.longest_prompt(checkpoint)
+    text = config.get_text_config()
+    if not (config.is_encoder_decoder or text.is_encoder_decoder):
+        return Sizes(text.vocab_size, longest)
+    targets = getattr(text, "max_target_positions", None)
+    return Sizes(text.vocab_size, longest, longest if targets is None else targets - 1)  # one is for the first token
 
 
 async def _planned_spans(media: RequestMedia, prompt: Prompt, items: Sequence[PlannedItem]) -> tuple[PlannedSpan, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -29,10 +30,11 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     limit_mm_per_prompt: PromptLimits = {}
     bound_device: str | None = None
     """Device to whose CPUs the tokenizer process binds itself, or None."""
+    states_sizes: bool = False
+    """Whether the traits of the tokenizer contain sizes, which only a worker without an engine needs."""
 
     @classmethod
-    def of(cls, model: Path, config: WorkerConfig) -> Setup:
+    def of(cls, model: Path, config: WorkerConfig, *, states_sizes: bool = False) -> Setup:
         """Return the settings for the checkpoint directory `model`. `config.model` is not used."""
-        return cls(
-            model=str(model), **{name: getattr(config, name) for name in cls.__struct_fields__ if name != "model"}
-        )
+        given: dict[str, Any] = {"model": str(model), "states_sizes": states_sizes}
+        return cls(**given, **{name: getattr(config, name) for name in cls.__struct_fields__ if name not in given})

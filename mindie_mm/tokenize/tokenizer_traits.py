@@ -8,6 +8,16 @@ from mindie_mm.nn.speech import SpeechTraits
 from mindie_mm.tokenize.text.chat_traits import ChatTraits
 
 
+class Sizes(msgspec.Struct, frozen=True):
+    """Sizes of a checkpoint in numbers of tokens, as its configuration states them. None stands for unknown."""
+
+    vocabulary: int | None = None
+    context: int | None = None
+    """Maximum number of tokens of a prompt and its answer together."""
+    longest_answer: int | None = None
+    """Maximum number of tokens of an answer of an encoder-decoder. None for other models."""
+
+
 class TokenizerTraits(msgspec.Struct, frozen=True, tag="traits"):
     """Properties of a checkpoint that other parts than its tokenizer need.
 
@@ -21,3 +31,5 @@ class TokenizerTraits(msgspec.Struct, frozen=True, tag="traits"):
     """Traits of the chat template for conversations with tools."""
     speech: SpeechTraits | None = None
     """How the checkpoint is asked to transcribe speech. None if it does not accept audio."""
+    sizes: Sizes = Sizes()
+    """Sizes, with `Setup.states_sizes`."""

@@ -9,10 +9,11 @@ from typing import Any, NoReturn, Self
 from mindie_mm.engine.requests.default_sampling import default_sampling
 from mindie_mm.engine.requests.engine_messages import Features, Progress, Ready
 from mindie_mm.errors import InputError, UnsupportedCheckpoint
-from mindie_mm.nn.checkpoint.config_only import ConfigOnly
+from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.processes.restarts import Restarts
 from mindie_mm.settings.config import WorkerConfig
 from mindie_mm.tokenize.text.detokenizer import load_tokenizer
+from mindie_mm.tokenize.tokenizer_traits import Sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,20 +27,19 @@ class NoEngine:
     restarts: Restarts = field(default_factory=lambda: Restarts(0, 0))
 
     @classmethod
-    def of(cls, config: WorkerConfig) -> Self:
-        """Read the sizes of a checkpoint.
+    def of(cls, config: WorkerConfig, sizes: Sizes) -> Self:
+        """Return the place of an engine for a checkpoint with these sizes.
 
         Raises:
-            UnsupportedCheckpoint: The checkpoint is not supported, does not state a size, or has an invalid
-                generation_config.json.
+            UnsupportedCheckpoint: The checkpoint does not state a size, or has an invalid generation_config.json.
             InputError: `config.generation_config` is not valid.
 
         """
-        checkpoint = ConfigOnly.open(config.model)
-        vocab_size, positions, longest_output = _sizes(checkpoint, config.family)
+        checkpoint = Checkpoint.open(config.model)
+        vocab_size, longest_output = sizes.vocabulary, sizes.longest_answer
         if vocab_size is None:
             vocab_size = load_tokenizer(checkpoint, config.family, ()).get_vocab_size()
-        if (limits := [limit for limit in (config.engine.max_model_len, positions) if limit]) == []:
+        if (limits := [limit for limit in (config.engine.max_model_len, sizes.context) if limit]) == []:
             raise UnsupportedCheckpoint("config.json does not state max_position_embeddings; set --max-model-len")
         return cls(
             Ready(
@@ -79,26 +79,6 @@ class NoEngine:
 
     def encode(self, *_: Any) -> AsyncGenerator[list[Features], None]:
         raise _refusal()
-
-
-def _sizes(checkpoint: ConfigOnly, family_name: str | None) -> tuple[int | None, int | None, int | None]:
-    """Return the sizes of the vocabulary and of the context, and the longest answer of an encoder-decoder."""
-    # Imported late, because they import torch, which other services do not need in this process.
-    from mindie_mm.models import family_of, reading
-    from mindie_mm.nn.family import PretrainedFamily
-
-    family = family_of(checkpoint, family_name)
-    if not issubclass(family, PretrainedFamily):
-        stated = checkpoint.stated_anywhere
-        return stated("vocab_size"), stated("max_position_embeddings"), None
-    with reading(checkpoint, family):
-        translated = family.translated(checkpoint)
-        config, longest = family.configuration(translated), family.longest_prompt(translated)
-        text = config.get_text_config()
-        if not (config.is_encoder_decoder or text.is_encoder_decoder):
-            return text.vocab_size, longest, None
-        targets = getattr(text, "max_target_positions", None)
-        return text.vocab_size, longest, longest if targets is None else targets - 1  # one is for the first token
 
 
 def _refusal() -> InputError:

@@ -127,12 +127,15 @@ class Worker:
 
         async with AsyncExitStack() as parts:
             async with task_group() as group:
-                stage = group.create_task(started(_start_tokenizers(config, path, forks, in_process=in_process)))
-                start = _start_engines(config, path, end_token_ids, loading, forks, only_plans=only_plans)
-                engine = group.create_task(started(start))
-            tokenizer = load_tokenizer(checkpoint, config.family, stage.result().traits.shown_tokens)
-            loras = {} if only_plans else _loras(config, engine.result())
-            worker = cls(config, stage.result(), engine.result(), tokenizer, forks, loras)
+                start = _start_tokenizers(config, path, forks, in_process=in_process, states_sizes=only_plans)
+                stage = group.create_task(started(start))
+                if not only_plans:
+                    launched = group.create_task(started(_start_engines(config, path, end_token_ids, loading, forks)))
+            traits = stage.result().traits
+            tokenizer = load_tokenizer(checkpoint, config.family, traits.shown_tokens)
+            engine = NoEngine.of(config, traits.sizes) if only_plans else launched.result()
+            loras = {} if only_plans else _loras(config, engine)
+            worker = cls(config, stage.result(), engine, tokenizer, forks, loras)
             log_default_sampling(worker.default_sampling, source)
             parts.pop_all()
             return worker
@@ -415,12 +418,8 @@ async def _start_engines(
     end_token_ids: tuple[int, ...] | None,
     loading: Callable[[float], object] | None,
     forks: ForkClient | None,
-    *,
-    only_plans: bool,
 ) -> Engine:
     source = config.generation_config
-    if only_plans:
-        return await in_thread(partial(NoEngine.of, config))  # imports torch, while the tokenizer starts
     loras = [*config.lora_folders.values()] if config.serves_loras else None
     launch = partial(
         AsyncEngine.start, path, config.engine, config.family, end_token_ids, source, forks=forks, loras=loras
@@ -437,10 +436,10 @@ def _loras(config: WorkerConfig, engine: Engine) -> dict[str, Lora]:
 
 
 async def _start_tokenizers(
-    config: WorkerConfig, path: Path, forks: ForkClient | None, *, in_process: bool
+    config: WorkerConfig, path: Path, forks: ForkClient | None, *, in_process: bool, states_sizes: bool
 ) -> TokenizerStage:
     if not in_process:
-        return await AsyncTokenizer.start(path, config, forks)
+        return await AsyncTokenizer.start(path, config, forks, states_sizes=states_sizes)
     local = await in_thread(_local_tokenizer)  # takes seconds, in which the engine starts
     return await local.start(path, config)
 

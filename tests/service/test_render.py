@@ -14,7 +14,10 @@ import httpx2
 import pytest
 from PIL import Image
 
+from mindie_mm.models import family_of
+from mindie_mm.nn.checkpoint.config_only import ConfigOnly
 from mindie_mm.settings.config import EngineConfig, WorkerConfig
+from mindie_mm.tokenize.prompts import sizes_of
 from mindie_mm.worker.no_engine import NoEngine
 from tests.service.conftest import TINY, MiB
 from tests.warm import running_service
@@ -44,6 +47,7 @@ def renderer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServic
         assert running.stop() == 0, running.log.read_text()[-2000:]
     assert not [*(folder / "spool").iterdir()], "request directories are left"
     assert not files.exists(), "the folder of batches belongs to services with engines"
+    assert "MINDIE_MM_FILES_PATH has no effect on mindie-mm render" in (folder / "log").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -172,6 +176,14 @@ def test_bad_words_are_sent_as_words(render: httpx2.Client) -> None:
     assert sent == {"bad_words": ["red"], "max_tokens": 1}
 
 
+def engine_of(model: Path, **settings: Any) -> NoEngine:
+    """Return the place of an engine, with the sizes that a tokenizer process would send."""
+    checkpoint = ConfigOnly.open(model)
+    family = family_of(checkpoint, None)
+    sizes = sizes_of(family.translated(checkpoint), family)
+    return NoEngine.of(WorkerConfig(model=model, **settings), sizes)
+
+
 def test_the_context_is_that_of_the_engine(tmp_path: Path) -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
     shutil.copytree(TINY, tmp_path / "tiny")
@@ -180,7 +192,7 @@ def test_the_context_is_that_of_the_engine(tmp_path: Path) -> None:
         text = config["text_config"]
         changed = config | {"text_config": text | {"rope_scaling": text["rope_scaling"] | changes}}
         (tmp_path / "tiny/config.json").write_text(json.dumps(changed))
-        engine = NoEngine.of(WorkerConfig(model=tmp_path / "tiny", engine=EngineConfig(max_model_len=own or None)))
+        engine = engine_of(tmp_path / "tiny", engine=EngineConfig(max_model_len=own or None))
         assert (engine.info.max_model_len, engine.info.max_output_len) == (expected, None), changes
 
 
@@ -189,7 +201,7 @@ def test_the_context_is_that_of_the_engine(tmp_path: Path) -> None:
     [("gemma3_medgemma27b", (131072, None)), ("whisper_base", (1948, 447)), ("florence2_oracle", (1024, 1024))],
 )
 def test_the_context_of_published_checkpoints_is_known(name: str, sizes: tuple[int, int | None]) -> None:
-    engine = NoEngine.of(WorkerConfig(model=PUBLISHED / name, generation_config="vllm"))
+    engine = engine_of(PUBLISHED / name, generation_config="vllm")
     assert (engine.info.max_model_len, engine.info.max_output_len) == sizes
 
 

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from mindie_mm.cli.serve import command
 from mindie_mm.errors import InputError
 from mindie_mm.settings.environment import variable
-from mindie_mm.settings.sources import CLASSES, PARTS, REMOVED, configuration, misspelt_variables
+from mindie_mm.settings.sources import CLASSES, PARTS, REMOVED, configuration, misspelt_variables, without_effect
 
 
 @pytest.fixture(autouse=True)
@@ -73,3 +73,18 @@ def test_a_removed_setting_is_named_with_what_to_do(name, tmp_path, monkeypatch)
     assert result.exit_code == 2
     assert f"{option} was removed: {REMOVED[name]}" in result.output
     assert option not in CliRunner().invoke(command, ["--help"]).output
+
+
+def test_a_setting_without_effect_is_named_in_the_environment_and_refused_in_the_file(monkeypatch, tmp_path):
+    names = {"device", "admin_key", "web_page"}
+    monkeypatch.setenv("MINDIE_MM_DEVICE", "cpu")
+    monkeypatch.setenv("MINDIE_MM_ADMIN_KEY", "secret")
+    monkeypatch.setenv("MINDIE_MM_PORT", "8100")
+    assert without_effect(configuration({}), names, "render") == [
+        "MINDIE_MM_ADMIN_KEY has no effect on mindie-mm render",
+        "MINDIE_MM_DEVICE has no effect on mindie-mm render",
+    ]
+    file = tmp_path / "settings.toml"
+    file.write_text("port = 8100\nweb_page = true\n")
+    with pytest.raises(InputError, match=r"settings\.toml: web_page has no effect on mindie-mm render; remove it"):
+        without_effect(configuration({}, file), names, "render")

@@ -45,11 +45,13 @@ class AsyncTokenizer(Supervised, TokenizerStage):
 
     silence_s = 60.0  # its event loop answers `Ping`
 
-    def __init__(self, model_path: Path, config: WorkerConfig, forks: ForkClient | None = None) -> None:
+    def __init__(
+        self, model_path: Path, config: WorkerConfig, forks: ForkClient | None = None, *, states_sizes: bool = False
+    ) -> None:
         """Prepare a tokenizer. Call the class method `start` instead."""
         super().__init__("tokenizer process")
         self._forks = forks
-        self._setup = msgspec.json.encode(Setup.of(model_path, config)).decode()
+        self._setup = msgspec.json.encode(Setup.of(model_path, config, states_sizes=states_sizes)).decode()
         self._numbers = count()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder[FromProcess](FromProcess)
@@ -57,16 +59,18 @@ class AsyncTokenizer(Supervised, TokenizerStage):
         """Properties of the checkpoint. Known when the process is ready."""
 
     @classmethod
-    async def start(cls, model_path: Path, config: WorkerConfig, forks: ForkClient | None = None) -> Self:
+    async def start(
+        cls, model_path: Path, config: WorkerConfig, forks: ForkClient | None = None, *, states_sizes: bool = False
+    ) -> Self:
         """Start the process and wait until it accepts requests. The process reads `model_path` and creates an arena.
 
-        The process is forked by `forks`, or spawned if `forks` is None.
+        The process is forked by `forks`, or spawned if `forks` is None. With `states_sizes`, `traits` contain sizes.
 
         Raises:
             UnsupportedCheckpoint, SharedMemoryError, ProcessDied: The process cannot start.
 
         """
-        tokenizer = cls(model_path, config, forks)
+        tokenizer = cls(model_path, config, forks, states_sizes=states_sizes)
         await tokenizer.open()
         return tokenizer
 
