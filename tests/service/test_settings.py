@@ -105,7 +105,9 @@ def test_an_open_service_with_two_names_warns_and_starts_with_few_lines(
         body = {"model": "second", "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 1}
         answer = httpx2.post(f"{service.url}/v1/chat/completions", json=body, timeout=300)
         assert (answer.status_code, answer.json()["model"]) == (200, "first")
-    lines = log.read_text().partition(" service.access: ")[0].splitlines()[:-1]
+    # On a busy machine, the service says every 10 s that it still loads.
+    begun = log.read_text().partition(" service.access: ")[0].splitlines()[:-1]
+    lines = [line for line in begun if "loading the model for" not in line]
     assert len(lines) < 8, lines
     assert len([line for line in lines if "WARNING" in line and "THIS SERVICE IS OPEN" in line]) == 1
     (shown,) = [line for line in lines if "mindie_mm.settings: " in line]
