@@ -135,6 +135,7 @@ async def test_a_decoder_ends_after_an_item_that_exceeds_a_limit(attacked: Decod
     await until(lambda: not psutil.pid_exists(kept))
 
 
+@pytest.mark.usefixtures("copied_workers")
 def test_the_domain_of_a_request_is_its_key_and_its_salt(random_checkpoint: Path, tmp_path: Path) -> None:
     items = [{"image": PNG}, {"text": "What is it?"}]
     with Tokenizer.from_pretrained(random_checkpoint, decoders=1) as tokenizer:

@@ -21,7 +21,8 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from service.telemetry.tracing import OncePerMinute
-from tools.serving import RunningService, running_service
+from tests.warm import running_service
+from tools.serving import RunningService
 
 PROMPT = "Whisper about Ozymandias"
 TRACE_ID, PARENT_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

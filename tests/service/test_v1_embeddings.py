@@ -70,6 +70,7 @@ def test_chats_may_contain_images(http: httpx2.Client, red_square: str) -> None:
     assert abs(np.array(of_several[0]) - opened).max() > 0.01
 
 
+@pytest.mark.usefixtures("copied_workers")
 def test_the_service_and_the_library_agree(http: httpx2.Client, device: str) -> None:
     with LLM(TINY, WorkerConfig(pooling="last", engine=EngineConfig(device=device))) as llm:
         outputs = llm.embed(TEXTS, PoolingParams(dimensions=32))

@@ -78,6 +78,7 @@ def test_a_plan_uses_no_shared_memory_and_writes_no_file(checkpoint_path, tmp_pa
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.usefixtures("copied_workers")
 def test_a_plan_with_decoder_processes_is_the_same(checkpoint_path, tokenizer):
     with Tokenizer.from_pretrained(checkpoint_path, decoders=1) as sandboxed:
         for messages in (CHATS["several"][0], CHATS["video"][0]):
