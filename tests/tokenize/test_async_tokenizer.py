@@ -22,6 +22,7 @@ from mindie_mm.errors import (
     SharedMemoryError,
     UnsupportedCheckpoint,
 )
+from mindie_mm.processes import ipc
 from mindie_mm.processes.restarts import RESTART_WAIT_S
 from mindie_mm.settings.config import WorkerConfig
 from mindie_mm.shm import Ref, attach, release, survey
@@ -245,7 +246,8 @@ async def test_the_blocks_of_a_request_that_is_cancelled_after_its_answer_are_fr
     assert blocks(tokenizer) == 0
 
 
-async def test_closing_kills_a_stuck_process(checkpoint_path):
+async def test_closing_kills_a_stuck_process(checkpoint_path, monkeypatch):
+    monkeypatch.setattr(ipc, "PATIENCE_S", 0.2)  # a stopped process cannot exit
     tokenizer = await AsyncTokenizer.start(checkpoint_path, WorkerConfig(arena_bytes=ARENA_BYTES))
     (pid,) = tokenizer.pids
     os.kill(pid, signal.SIGSTOP)
