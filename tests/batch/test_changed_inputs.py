@@ -126,7 +126,9 @@ def test_a_file_that_changes_leaves_its_shard_unfinished(
     assert content(folder) == content(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("form", ["jsonl", "parquet", "tar"])
+@pytest.mark.parametrize(
+    "form", ["jsonl", *(pytest.param(form, marks=pytest.mark.slow) for form in ("parquet", "tar"))]
+)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_file_that_changes_before_the_manifest_leaves_the_run_unfinished(
     change: Callable[[Path], None], form: str, tmp_path: Path

@@ -50,7 +50,7 @@ def make_unfinished_run(given: Settings, folder: Path) -> None:
     max(folder.glob("shard-*.parquet")).unlink()
 
 
-@pytest.mark.parametrize("name", ["rows.jsonl", "pictures"])
+@pytest.mark.parametrize("name", ["rows.jsonl", pytest.param("pictures", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("how", ["relative", "./", "..", "slash", "link", "linked folder", "moved"])
 def test_an_input_under_another_path_continues_the_run(
     how: str, name: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -191,8 +192,16 @@ class Steps:
 ALL = [*range(len(LENGTHS))]
 
 
-@pytest.mark.parametrize("weights", ["auto", "int8", "groups of 32", "4 bits"])
-@pytest.mark.parametrize("case", KINDS)
+@pytest.mark.parametrize(
+    ("case", "weights"),
+    [
+        # Attention and norms do not depend on the weights, so the shorter suite combines few of them.
+        pytest.param(
+            case, weights, marks=[pytest.mark.slow] if weights != "auto" and case != "llama with biases" else []
+        )
+        for case, weights in itertools.product(KINDS, ("auto", "int8", "groups of 32", "4 bits"))
+    ],
+)
 def test_a_compiled_step_equals_torch(case: str, weights: str, instructions: str) -> None:
     name, settings = KINDS[case]
     settings = {**settings, **(WIDE if "4 bits" in weights else {})}

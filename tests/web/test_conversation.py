@@ -92,6 +92,7 @@ def test_the_page_follows_the_answer_only_while_scrolled_to_the_end(page: Page) 
     assert page.evaluate(TOP) == 0
 
 
+@pytest.mark.slow
 def test_an_attached_file_keeps_its_content(page: Page, files: Path, tmp_path: Path) -> None:
     """Even if the file is overwritten and then removed, the page sends and shows the attached content."""
     path = tmp_path / "edit.png"

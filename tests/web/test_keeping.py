@@ -12,6 +12,8 @@ from playwright.sync_api import Page, expect
 from tests.web.conftest import COMPLETIONS, ask, attach, submit
 from tests.web.test_asking_again import LOADED, hold
 
+pytestmark = pytest.mark.slow  # each test takes seconds
+
 
 def test_conversations_are_listed_renamed_exported_and_deleted(page: Page, files: Path) -> None:
     """They survive a reload with their media, and media are sent again with the next question."""
@@ -82,7 +84,6 @@ def test_edited_and_regenerated_turns_are_versions(page: Page, files: Path) -> N
     assert caught.value.post_data_json["messages"][1]["content"] == "blue square"
 
 
-@pytest.mark.slow
 def test_a_turn_that_could_not_be_kept_is_kept_with_the_next_one(page: Page) -> None:
     page.evaluate(
         """() => {
@@ -105,7 +106,6 @@ def test_a_turn_that_could_not_be_kept_is_kept_with_the_next_one(page: Page) -> 
     expect(page.locator("article")).to_have_count(2)
 
 
-@pytest.mark.slow
 def test_a_question_survives_if_the_page_is_closed_during_its_answer(page: Page, files: Path) -> None:
     """A question without an answer goes back to the form, and is not kept."""
     hold(page)
@@ -135,7 +135,6 @@ def test_a_question_survives_if_the_page_is_closed_during_its_answer(page: Page,
     expect(rows).to_have_text(["Which shape is it?"])
 
 
-@pytest.mark.slow
 def test_a_conversation_that_is_deleted_while_it_is_answered_stays_deleted(page: Page) -> None:
     ask(page, "Hello!")
     held = hold(page)
@@ -152,7 +151,6 @@ def test_a_conversation_that_is_deleted_while_it_is_answered_stays_deleted(page:
     assert len(held) == 1
 
 
-@pytest.mark.slow
 def test_a_conversation_keeps_its_system_prompt_while_another_one_is_shown(page: Page) -> None:
     """An answer arrives in the background, and its conversation is opened again."""
     prompt = page.locator("#system")
@@ -173,7 +171,6 @@ def test_a_conversation_keeps_its_system_prompt_while_another_one_is_shown(page:
     assert held[0].request.post_data_json["messages"][0] == {"role": "system", "content": "Answer briefly."}
 
 
-@pytest.mark.slow
 def test_text_that_is_nested_too_deeply_is_shown_as_it_is(page: Page) -> None:
     chunk = {"choices": [{"delta": {"content": ">" * 3000}, "finish_reason": "stop"}]}
     body = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
@@ -182,7 +179,6 @@ def test_text_that_is_nested_too_deeply_is_shown_as_it_is(page: Page) -> None:
     expect(answer).to_have_text(">" * 3000)
 
 
-@pytest.mark.slow
 def test_the_page_works_without_a_place_to_keep_conversations(page: Page) -> None:
     """Browsers may refuse IndexedDB and the clipboard, for example on pages from other machines."""
     page.evaluate("""() => {
