@@ -41,6 +41,7 @@ from service.http.clients import Clients
 from service.messages.answer import MessageEvent
 from service.messages.front import MessagesFront
 from service.middleware import Middleware
+from service.render.plans import Alone, Report, Shared
 from service.request.admission import Admission
 from service.request.chat_dialect import ChatDialect, require_formats
 from service.request.fingerprint import fingerprint
@@ -88,7 +89,14 @@ _EVENTS = (
 _NO_TIMEOUT_S = 10.0**7
 
 
-def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = None, *, replica: str = "") -> FastAPI:
+def create_app(
+    worker: Worker,
+    config: ServiceConfig,
+    tracer: Tracer | None = None,
+    *,
+    replica: str = "",
+    shared: Shared | None = None,
+) -> FastAPI:
     """Create the application. The caller must start and close `worker` and `tracer`.
 
     Call `require_places` first. It creates the spool and checks the folders.
@@ -98,6 +106,7 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
         config: Settings of the service.
         tracer: Records traces, or None.
         replica: Name of this worker among several, by which a later request finds the responses that it stores.
+        shared: What the workers of a port share. None for a port with one worker.
 
     """
     model_names = tuple(dict.fromkeys(config.served_model_name)) or (checkpoint_name(worker.config.model or EMBEDDED),)
@@ -125,7 +134,7 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
                 model_names=model_names,
                 spool=spool,
                 media=MediaPolicy(config),
-                kept=KeptMedia(config.media_uuid_bytes),
+                kept=KeptMedia(config.media_uuid_bytes, knows_plans=worker.only_plans),
                 responses=ResponseStore(
                     config.stored_response_bytes, config.response_store_age_s, has_keys=config.has_keys
                 ),
@@ -141,6 +150,7 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
                 created=int(time.time()),
                 replica=replica,
                 model_id=config.model_id or str(worker.config.model or EMBEDDED.name),
+                shared=shared or Alone(config),
             )
             async with AsyncExitStack() as running:
                 if file_store is not None:
@@ -148,6 +158,7 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
                     service = replace(service, batch_runner=runner)
                     await running.enter_async_context(runner.running(config.reclaim_interval_s))
                 app.state.service = service
+                service.shared.watch(lambda: Report(metrics.text(), len(admission)))
                 yield
             await admission.stop(grace_s=0)
 

@@ -10,7 +10,9 @@ import resource
 import signal
 import socket
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -34,6 +36,7 @@ from service.http.access import OPEN_WARNING, is_open, require_key
 from service.http.certificate import Certificate
 from service.http.connection import HEAD_TIMEOUT_S, Connection
 from service.http.unix_socket import bound_unix_socket
+from service.render.plans import Shared
 from service.request.state import Service
 from service.telemetry.tracing import Tracer
 
@@ -44,7 +47,26 @@ _CLOSE_TIMEOUT_S = 2
 """Time in seconds for connections to close after their requests have ended. Slow clients may need this time."""
 
 
-def serve(worker_config: WorkerConfig, config: ServiceConfig, forks: ForkClient, *, only_plans: bool = False) -> None:
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The place of a service among the workers of one port."""
+
+    listeners: Sequence[socket.socket]
+    """Sockets that are bound to the addresses."""
+    shared: Callable[[], AbstractAsyncContextManager[Shared]]
+    """Function that opens what the workers share, inside the event loop."""
+    announce: Callable[[str], object]
+    """Function to call with the line that the service would print when it is ready."""
+
+
+def serve(
+    worker_config: WorkerConfig,
+    config: ServiceConfig,
+    forks: ForkClient,
+    *,
+    only_plans: bool = False,
+    place: Place | None = None,
+) -> None:
     """Serve until a signal stops the service. Print one line when the service is ready.
 
     SIGTERM and SIGINT stop the service. SIGHUP stops it if the process has a controlling terminal, because the terminal
@@ -53,22 +75,23 @@ def serve(worker_config: WorkerConfig, config: ServiceConfig, forks: ForkClient,
     When the service stops, new requests are refused, and running requests may finish within the grace time. A second
     signal ends the grace time. If the service cannot start, the error is raised.
 
-    `forks` forks the processes of the worker, and `only_plans` leaves out its engine (`Worker.start`).
+    `forks` forks the processes of the worker, and `only_plans` leaves out its engine (`Worker.start`). `place` is None
+    for a port with one service.
     """
     require_key(config)
     faults.arm("api", fault_folder())
     logs.adopt()
-    _raise_descriptor_limit()
+    raise_descriptor_limit()
     tracer = None if config.otlp_endpoint is None else Tracer(config.otlp_endpoint, version("mindie_mm"))
     try:
         with contextlib.suppress(asyncio.CancelledError):  # a signal stopped the service before it was ready
-            uvloop.run(_serve(worker_config, config, forks, tracer, only_plans=only_plans))
+            uvloop.run(_serve(worker_config, config, forks, tracer, only_plans=only_plans, place=place))
     finally:
         if tracer is not None:
             tracer.close()
 
 
-def _raise_descriptor_limit() -> None:
+def raise_descriptor_limit() -> None:
     """Raise the soft limit of open files to the hard limit, because each connection needs a descriptor.
 
     The usual soft limit of 1,024 protects programs that call `select`. No process of the service calls `select` with
@@ -80,7 +103,13 @@ def _raise_descriptor_limit() -> None:
 
 
 async def _serve(
-    worker_config: WorkerConfig, config: ServiceConfig, forks: ForkClient, tracer: Tracer | None, *, only_plans: bool
+    worker_config: WorkerConfig,
+    config: ServiceConfig,
+    forks: ForkClient,
+    tracer: Tracer | None,
+    *,
+    only_plans: bool,
+    place: Place | None,
 ) -> None:
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(_log_loop_error)
@@ -99,11 +128,13 @@ async def _serve(
         else:
             reloads = True
             loop.add_signal_handler(signal.SIGHUP, _log.info, "SIGHUP is ignored while the model is being loaded")
-    else:
+    elif place is None:
         _log.info("SIGHUP is ignored, because the service was started with nohup. To reload, use POST /admin/reload")
     for number in signals:
         loop.add_signal_handler(number, cancel)
-    with _bound(config) as listeners:
+    async with AsyncExitStack() as stack:
+        listeners = stack.enter_context(bound(config)) if place is None else place.listeners
+        shared = None if place is None else await stack.enter_async_context(place.shared())
         certificate = Certificate.of(config)
         require_places(config)  # before the model is loaded, which takes minutes
         model, device = worker_config.model or "the embedded checkpoint", worker_config.engine.device
@@ -115,7 +146,8 @@ async def _serve(
             with repeating(lambda: _log.info("%s", loading)):
                 starting = await Worker.start(worker_config, loading=loading, forks=forks, only_plans=only_plans)
             async with starting as worker:
-                server = _Server(create_app(worker, config, tracer), config, certificate)
+                app = create_app(worker, config, tracer, shared=shared)
+                server = _Server(app, config, certificate, print_line if place is None else place.announce)
                 with _listening_errors(config):
                     for listener in listeners:
                         listener.listen(server.config.backlog)
@@ -124,7 +156,7 @@ async def _serve(
                 if reloads:
                     loop.add_signal_handler(signal.SIGHUP, server.ask_to_reload)
                 faults.point("starting")
-                await server.serve(sockets=listeners)
+                await server.serve(sockets=[*listeners])
         _log.info("stopped")
 
 
@@ -134,7 +166,7 @@ def _log_loop_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> No
 
 
 @contextlib.contextmanager
-def _bound(config: ServiceConfig) -> Iterator[list[socket.socket]]:
+def bound(config: ServiceConfig) -> Iterator[list[socket.socket]]:
     """Yield a socket that is bound to the address in `config` but does not listen yet, and another one for --uds.
 
     With SO_REUSEADDR, several programs can bind to an address while none of them listens. A second service must fail
@@ -164,7 +196,7 @@ def _listening_errors(config: ServiceConfig) -> contextlib.AbstractContextManage
     return os_errors_as(OperationalError, f"cannot listen on {config.host}:{config.port}")
 
 
-def _print(line: str) -> None:
+def print_line(line: str) -> None:
     """Print `line` on standard output. The caller must not wait, because the write may block forever."""
     try:
         os.write(1, f"{line}\n".encode(errors="surrogateescape"))
@@ -175,7 +207,13 @@ def _print(line: str) -> None:
 class _Server(uvicorn.Server):
     """A uvicorn server without signal handlers. It ends all requests before it waits for connections to close."""
 
-    def __init__(self, app: FastAPI, config: ServiceConfig, certificate: Certificate | None = None) -> None:
+    def __init__(
+        self,
+        app: FastAPI,
+        config: ServiceConfig,
+        certificate: Certificate | None = None,
+        announce: Callable[[str], object] = print_line,
+    ) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -193,6 +231,7 @@ class _Server(uvicorn.Server):
         self._app = app
         self._settings = config
         self._certificate = certificate
+        self._announce = announce
         self._tasks: set[asyncio.Task[None]] = set()
 
     def ask_to_stop(self) -> None:
@@ -246,7 +285,7 @@ class _Server(uvicorn.Server):
             line += f" on {info.device} in {info.dtype}, with {info.free_bytes / GiB:.1f} GiB free"
         if note := demo_note(self._service.worker.config.model):
             line += f"\n{note}"
-        threading.Thread(target=_print, args=(line,), name="ready", daemon=True).start()
+        threading.Thread(target=self._announce, args=(line,), name="ready", daemon=True).start()
 
     async def _listen(self, listener: socket.socket) -> asyncio.Server:
         """Accept connections as `uvicorn.Server.startup` does, but encrypt only those of the port."""

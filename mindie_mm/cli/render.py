@@ -65,9 +65,14 @@ def command(path: str | None, **flags: Any) -> None:
 
 def _render(configuration: Configuration, warnings: Sequence[str]) -> None:
     log_settings(configuration, warnings)
+    worker = configuration.worker
+    if configuration.service.workers > 1:
+        from service.workers.workers import serve_workers  # imported late, because it is slow to import
+
+        serve_workers(worker, configuration.service)
+        return
     from mindie_mm.processes.fork_client import ForkClient  # imported late, because other commands do not need asyncio
 
-    worker = configuration.worker
     forks = ForkClient("mindie_mm.worker.preloading", str(worker.model or ""), worker.family or "")
     try:
         from service.server import serve  # imported late, because it is slow to import

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,9 +16,11 @@ from mindie_mm.cli.settings import SettingsCommand, configured, settings
 from mindie_mm.errors import InputError
 from mindie_mm.processes.standard_streams import stderr_without_waiting
 from mindie_mm.settings.config import EngineConfig, MediaCaps, ServiceConfig, WorkerConfig
-from mindie_mm.settings.sources import DEFAULT, Configuration, misspelt_variables
+from mindie_mm.settings.sources import DEFAULT, Configuration, misspelt_variables, without_effect
 
 _log = logging.getLogger("mindie_mm.settings")
+_OF_RENDER = frozenset({"workers"})
+"""Settings that only `mindie-mm render` has."""
 
 
 @click.command("serve", cls=SettingsCommand)
@@ -26,7 +28,7 @@ _log = logging.getLogger("mindie_mm.settings")
 @click.option("--ray", "ray_address", is_flag=False, flag_value="local", metavar="[ADDRESS]",
               help="Serve with Ray Serve, on the Ray cluster at ADDRESS or on a local one. Requires the extra "
                    "`serve-ray`.")  # fmt: skip
-@settings(ServiceConfig, MediaCaps, WorkerConfig, EngineConfig)
+@settings(ServiceConfig, MediaCaps, WorkerConfig, EngineConfig, without=_OF_RENDER)
 def command(path: str | None, ray_address: str | None, **flags: Any) -> None:
     """Serve the checkpoint in folder PATH over HTTP. Without PATH, serve the embedded checkpoint.
 
@@ -39,8 +41,9 @@ def command(path: str | None, ray_address: str | None, **flags: Any) -> None:
     starts, it logs the settings that are not at their default, and where they come from.
     """
     configuration = with_local_model(with_model_id(configured(path, flags).for_service(), path))
+    warnings = without_effect(configuration, _OF_RENDER, "serve")
     with stderr_without_waiting():
-        _serve(configuration, ray_address)
+        _serve(configuration, ray_address, warnings)
 
 
 def log_settings(configuration: Configuration, warnings: Iterable[str] = ()) -> None:
@@ -57,8 +60,8 @@ def log_settings(configuration: Configuration, warnings: Iterable[str] = ()) -> 
         _log.warning("%s", warning)
 
 
-def _serve(configuration: Configuration, ray_address: str | None) -> None:
-    log_settings(configuration)
+def _serve(configuration: Configuration, ray_address: str | None, warnings: Sequence[str]) -> None:
+    log_settings(configuration, warnings)
     from mindie_mm.worker.preflight import check_before_loading  # imported late, like the next modules
 
     if ray_address in (None, "local"):  # other clusters have other folders and devices than this machine

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -37,13 +37,14 @@ def plan_item(
         MediaError, LimitExceeded: In the same cases as `page_of_document` and `Processor.plan`.
 
     """
+    noted = _NotedCounts(counts)
     with under(caps) as work:
         if isinstance(data, Embeddings):
             plan, write = _plan_embeddings(processor, media.kind, data)
         else:
             if media.page is not None:
                 data = _page(data, media.page)
-            plan, write = _plan_data(processor, media, data, counts)
+            plan, write = _plan_data(processor, media, data, noted)
     settings, num_pages = plan.settings, 0
     # Settings that change the arrays, unless they are the default.
     if (background := tuple(caps.rgba_background_color)) != _DEFAULTS.rgba_background_color:
@@ -59,8 +60,29 @@ def plan_item(
         picture_pixels=work.picture_pixels,
         video_pixels=work.video_pixels,
         is_rgb=work.is_rgb,
+        by_counts=noted.are_read,
     )
     return plan, write
+
+
+class _NotedCounts(Mapping[Kind, int]):
+    """Numbers of items that note whether a family reads them."""
+
+    def __init__(self, counts: Mapping[Kind, int]) -> None:
+        self._counts = counts
+        self.are_read = False
+
+    def __getitem__(self, kind: Kind) -> int:
+        self.are_read = True
+        return self._counts[kind]
+
+    def __iter__(self) -> Iterator[Kind]:
+        self.are_read = True
+        return iter(self._counts)
+
+    def __len__(self) -> int:
+        self.are_read = True
+        return len(self._counts)
 
 
 def _page(data: Data, index: int) -> DocumentPage:

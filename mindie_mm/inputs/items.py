@@ -70,6 +70,15 @@ class MediaOptions:
     """True if the model also hears the audio of a video. None and False mean that the audio is left out."""
 
 
+class KnownPlan(msgspec.Struct, frozen=True, array_like=True):
+    """The plan of an item that was planned before. It replaces the item's source where only a plan is needed."""
+
+    plan: bytes
+    """`Plan` as MessagePack. Only the tokenizer reads it."""
+    digest: bytes
+    """Digest of the item's content and preprocessing."""
+
+
 class Media(msgspec.Struct, frozen=True, tag="media"):
     """An image, a video, an audio clip, or embeddings of text tokens."""
 
@@ -91,6 +100,8 @@ class Media(msgspec.Struct, frozen=True, tag="media"):
     cut_s: float | None = None
     """Maximum length in seconds of the clips into which speech is to be cut, before a prompt is made of each clip. 0
     means that only the header is read, for the length of the speech. None for the items of a prompt."""
+    known: KnownPlan | None = None
+    """Plan of the item, whose source is then None, or None if it is to be planned."""
 
     def __post_init__(self) -> None:
         if isinstance(self.source, list):  # MessagePack does not distinguish tuples from lists

@@ -124,6 +124,8 @@ class Plan(msgspec.Struct, frozen=True, tag="planned"):
     """`Work.is_rgb` of this item alone."""
     num_pages: _Number = 0
     """Number of pages of the document if the item is one of its pages."""
+    by_counts: bool = False
+    """Whether the plan may depend on the number of items of the prompt."""
 
 
 class Processor(ModelInputs, ABC):

@@ -256,10 +256,16 @@ class Child:
         self.channel = channel
 
     @classmethod
-    async def start(cls, module: str, *arguments: str, environment: Mapping[str, str] | None = None) -> Self:
+    async def start(
+        cls,
+        module: str,
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
+        descriptors: Sequence[int] = (),
+    ) -> Self:
         """Start a worker as `spawn` does. Raise ProcessDied if it cannot be started."""
         with os_errors_as(ProcessDied, f"{module} cannot be started with sys.executable ({sys.executable})"):
-            process, sock = spawn(module, *arguments, environment=environment)
+            process, sock = spawn(module, *arguments, environment=environment, descriptors=descriptors)
         return await cls.adopt(process, sock)
 
     @classmethod
@@ -309,6 +315,10 @@ class Child:
     async def _first(self, kind: type[T]) -> T | Failure | Loading:
         reply: T | Failure | Loading = msgspec.msgpack.decode(await self.channel.recv(), type=kind | Failure | Loading)
         return reply
+
+    def terminate(self) -> None:
+        """Send the worker SIGTERM, so that it ends when it has done its work. Reap the process with `close`."""
+        self._process.terminate()
 
     def kill(self) -> None:
         """Kill the worker immediately. `recv` then raises EOFError. Reap the process with `end`."""

@@ -375,6 +375,12 @@ class ServiceConfig:
     model_id: str | None = None
     """Name of the model in the hashes of media of the /render routes. It must equal the --model of vLLM servers.
     Default: the path or name of the checkpoint as given."""
+    workers: Count = 1
+    """Number of processes of `mindie-mm render` that share the port. Limits on requests apply to each of them."""
+    plan_cache_bytes: CountOrNone = 64 * MiB
+    """Size of the cache of media that the /render routes have planned. 0: every item is read again."""
+    plan_url_s: CountOrNone = 60
+    """Time in seconds after which a URL that was planned is fetched again. 0: URLs are fetched each time."""
     reclaim_interval_s: Seconds = 60.0
     """Time between two searches for shared memory that dead processes left behind."""
     max_concurrent_requests: Count = 256

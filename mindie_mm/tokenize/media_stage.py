@@ -17,6 +17,7 @@ from mindie_mm.errors import InputError, OperationalError, SpoolFull, naming, os
 from mindie_mm.inputs import Embeddings, Kind, Media
 from mindie_mm.media.audio.cuts import SAMPLES
 from mindie_mm.media.guard.caps import Work
+from mindie_mm.nn.family import Plan
 from mindie_mm.processes.alone import gather_in_order
 from mindie_mm.processes.tasks import off_loop
 from mindie_mm.settings.config import MediaCaps
@@ -111,6 +112,8 @@ class RequestMedia(Writer):
         self._group = Group(domain)
         self._sources: dict[PlannedItem, tuple[Decoding[Any], Any]] = {}
         """Decoding and source of each planned item."""
+        self._known: dict[PlannedItem, bytes] = {}
+        """Digests of the items that were planned before (`Media.known`)."""
 
     async def plan(
         self, prompts: Sequence[tuple[Sequence[Media], str]], *, alone: bool = False
@@ -152,6 +155,8 @@ class RequestMedia(Writer):
         return await store.fill(prompts, items, path_file, self)
 
     async def digest(self, item: PlannedItem) -> bytes:
+        if item in self._known:
+            return self._known[item]
         decoders, source = self._sources[item]
         plan = item.plan
         # Otherwise, a compromised decoder could store arrays of another shape under the digest of an honest item.
@@ -186,7 +191,9 @@ class RequestMedia(Writer):
         if alone:
             counts = Counter(dict.fromkeys(counts, 1))
         names = [f"media item {index} ({item.kind})" for index, item in enumerate(media)]
-        planning = [self._plan_item(item, name, salt, counts) for item, name in zip(media, names, strict=True)]
+        planning = [
+            self._plan_item(item, name, salt, counts, alone=alone) for item, name in zip(media, names, strict=True)
+        ]
         items = await gather_in_order(planning)
         of_prompt = Work(self._stage.caps)
         for item in items:
@@ -195,13 +202,21 @@ class RequestMedia(Writer):
                 of_prompt.add_video(item.plan.video_pixels)
         return items
 
-    async def _plan_item(self, media: Media, name: str, salt: str, counts: Mapping[Kind, int]) -> PlannedItem:
+    async def _plan_item(
+        self, media: Media, name: str, salt: str, counts: Mapping[Kind, int], *, alone: bool
+    ) -> PlannedItem:
         stage = self._stage
         with naming(name):
             stage.planner.check_options(media.options)
+            if (known := media.known) is not None:
+                planned = stage.planner.item(name, media, msgspec.msgpack.decode(known.plan, type=Plan), salt)
+                self._known[planned] = known.digest
+                return planned
             decoders = stage.inline if isinstance(media.source, Embeddings) else stage.decoders
             source = await decoders.read(self._group, media, counts)
             plan = await decoders.plan(self._group, source)
+            if alone:  # then the counts that it read are always 1
+                plan = msgspec.structs.replace(plan, by_counts=False)
             stage.store.check(plan, media.kind)
             planned = stage.planner.item(name, media, plan, salt)
             self._sources[planned] = decoders, source

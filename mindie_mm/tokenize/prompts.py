@@ -395,6 +395,8 @@ def _planned_span(prompt: Prompt, span: MediaSpan, item: PlannedItem, digest: by
         num_bytes=sum(spec.nbytes for spec in item.plan.specs.values()),
         digest=digest,
         is_rgb=item.plan.is_rgb,
+        plan=msgspec.msgpack.encode(item.plan),
+        by_counts=item.plan.by_counts,
         written_lead=span.lead - (len(ahead) if tuple(ahead) == placeholder.before else 0),
         written_tail=span.tail - (len(behind) if tuple(behind) == placeholder.after else 0),
     )

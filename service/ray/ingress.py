@@ -38,11 +38,11 @@ from service.http.access import OPEN_PATHS, RELOAD, key_digest, require_key
 from service.http.clients import Clients
 from service.messages.front import error_event, is_messages
 from service.ray.content import Route, keeper_of, route_of
-from service.ray.metrics import merged
 from service.ray.plan import LOST, calling, configuration_of
 from service.request.admission import Admission
 from service.request.admitted import DONE, encoded, last_event
 from service.telemetry.metrics import Metrics
+from service.telemetry.pages import merged
 
 _log = logging.getLogger(__name__)
 
@@ -202,7 +202,7 @@ class Ingress:
         await ask(first)
         others = [ask(Route(only=name)) for name in first.names if name not in pages]
         await asyncio.gather(*others, return_exceptions=True)
-        return merged(pages)
+        return merged(pages, "replica")
 
     async def _messages(self, scope: Scope, body: bytes, route: Route) -> AsyncGenerator[Message, None]:
         """Yield the ASGI messages with which a worker answers."""

@@ -126,19 +126,24 @@ class Hashing:
         return media_hash(kind, content, self.model_id, options)
 
 
-def features(plan: PlannedPrompt, media: Sequence[tuple[Media, Paths]], hashing: Hashing) -> Features | None:
-    """Return the features of a planned prompt without the items' tensors, or None if it has no media.
+def hashes_of(plan: PlannedPrompt, media: Sequence[tuple[Media, Paths | str]], hashing: Hashing) -> list[str]:
+    """Return the hash of each item of a planned prompt.
 
-    `media` are the items of the prompt before it was truncated, with their files.
+    `media` are the items of the prompt before it was truncated, with their files, or with their hashes if known.
     """
+    own = zip(plan.spans, media[plan.first_item : plan.first_item + len(plan.spans)], strict=True)
+    return [file if isinstance(file, str) else hashing.hash_of(span, item, file) for span, (item, file) in own]
+
+
+def features(plan: PlannedPrompt, own_hashes: Sequence[str]) -> Features | None:
+    """Return the features of a planned prompt without the items' tensors, or None if it has no media."""
     if not plan.spans:
         return None
     hashes: dict[str, list[str]] = {}
     ranges: dict[str, list[PlaceholderRange]] = {}
-    own = media[plan.first_item : plan.first_item + len(plan.spans)]
-    for span, (item, file) in zip(plan.spans, own, strict=True):
+    for span, own in zip(plan.spans, own_hashes, strict=True):
         start, stop = span.start - span.written_lead, span.stop + span.written_tail
-        hashes.setdefault(span.kind, []).append(hashing.hash_of(span, item, file))
+        hashes.setdefault(span.kind, []).append(own)
         ranges.setdefault(span.kind, []).append({"offset": start, "length": stop - start})
     return {"mm_hashes": hashes, "mm_placeholders": ranges, "kwargs_data": None, "mm_metadata": None}
 

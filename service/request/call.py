@@ -30,6 +30,7 @@ from mindie_mm.tokenize.text.detokenizer import StopScope
 from mindie_mm.worker.beam_search import BeamSearchSequence, beam_search
 from mindie_mm.worker.deltas import Answer, Delta
 from mindie_mm.worker.retry import PromptSource
+from service.render.plans import KnownMedia
 from service.request.message import MessageRules
 from service.request.meter import Meter
 from service.request.prompts import Made, Parse, PromptReader, prompt_of_ids, prompts, spooled_prompts
@@ -128,15 +129,19 @@ class Call(OutputRules):
                 yield sources
 
     @asynccontextmanager
-    async def plans(self, given: Sequence[Parse], *, field: str | None = None) -> AsyncIterator[Made[PlannedPrompt]]:
+    async def plans(
+        self, given: Sequence[Parse], *, field: str | None = None, known_media: KnownMedia | None = None
+    ) -> AsyncIterator[Made[PlannedPrompt]]:
         """Parse the prompts, limit their length, and plan them without preprocessing their media.
+
+        Items in `known_media` are neither fetched nor planned again.
 
         Raise InputError in the same cases as `prompts`.
         """
         await self.check_structure()
         limited = [partial(self._limited, parse, None) for parse in given]
         make = self.service.worker.plan
-        async with spooled_prompts(self.service, limited, self.clock, self.owner, field, make) as made:
+        async with spooled_prompts(self.service, limited, self.clock, self.owner, field, make, known_media) as made:
             yield made
 
     def _limited(self, parse: Parse, truncate_to: int | None) -> TokenizeRequest:

@@ -31,8 +31,17 @@ class KeptMedia:
     identify an item by its bytes, never by its `uuid`.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, *, knows_plans: bool = False) -> None:
+        """Create an empty store.
+
+        Args:
+            max_bytes: Maximum total size of the items.
+            knows_plans: Whether `filled` accepts items that are not kept, because their plans may be known. Call
+                `require_sources` when they have been looked up.
+
+        """
         self._max_bytes = max_bytes
+        self._knows_plans = knows_plans
         self._items = LRUCache[bytes, _Data](max_bytes, getsizeof=_size)
         """Items by `_key`."""
 
@@ -68,6 +77,15 @@ class KeptMedia:
 
         return messages_with_media(messages, with_data)
 
+    def require_sources(self, media: Sequence[Media]) -> None:
+        """Raise InputError if an item has neither data nor a known plan."""
+        counts = Counter[str]()
+        for index, item in enumerate(media):
+            if item.source is None:
+                with naming(f"media item {index} ({item.kind})"):
+                    raise self._unknown(item, counts[item.kind])
+            counts[item.kind] += 1
+
     async def keep(self, media: Sequence[Media], paths: Sequence[Paths], owner: bytes, salt: str) -> None:
         """Keep the items that have a `uuid`. `paths` has the files of each item.
 
@@ -80,18 +98,22 @@ class KeptMedia:
             data = await in_thread(partial(_read, files, self._max_bytes))
             self._put(_key(item, owner, salt), data)
 
-    def _data(self, media: Media, owner: bytes, salt: str, index_in_kind: int) -> _Data:
+    def _data(self, media: Media, owner: bytes, salt: str, index_in_kind: int) -> _Data | None:
+        """Return the data of an item, or None if its plan may be known."""
+        data = self._items.get(_key(media, owner, salt)) if self._max_bytes else None
+        if data is None and not self._knows_plans:
+            raise self._unknown(media, index_in_kind)
+        return data
+
+    def _unknown(self, media: Media, index_in_kind: int) -> InputError:
         assert media.uuid is not None, "an item without data has a uuid"
         if not self._max_bytes:
-            raise InputError("media are not kept by uuid (--media-uuid-bytes is 0), so send the data each time")
-        key = _key(media, owner, salt)
-        if (data := self._items.get(key)) is None:
-            shown = media.uuid[:_MAX_SHOWN]
-            raise InputError(  # begins with vLLM's words, by which clients recognize that they must send the data again
-                f"Cache miss for {media.kind} at index {index_in_kind} but data is not provided: no data are kept for "
-                f"the uuid {shown!r}; send the data again, with the same uuid"
-            )
-        return data
+            return InputError("media are not kept by uuid (--media-uuid-bytes is 0), so send the data each time")
+        shown = media.uuid[:_MAX_SHOWN]
+        return InputError(  # begins with vLLM's words, by which clients recognize that they must send the data again
+            f"Cache miss for {media.kind} at index {index_in_kind} but data is not provided: no data are kept for "
+            f"the uuid {shown!r}; send the data again, with the same uuid"
+        )
 
     def _put(self, key: bytes, data: _Data | None) -> None:
         self._items.pop(key, None)

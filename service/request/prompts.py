@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -35,6 +34,7 @@ from mindie_mm.shm import RequestDirectory, request_directory
 from mindie_mm.tokenize.prompt import Prompt
 from mindie_mm.tokenize.requests import TokenizeRequest
 from mindie_mm.worker.retry import PromptSource
+from service.render.plans import KnownItem, KnownMedia
 from service.request.kept_media import KeptMedia
 from service.request.quota import room_to_spool
 from service.request.state import Service
@@ -56,8 +56,9 @@ class Made(Generic[Result]):
     """The results for the prompts of one HTTP request, and their media."""
 
     results: list[Result]
-    media: list[list[tuple[Media, Paths]]]
-    """Media items of each prompt as the client sent them, in order, with their files in the spool."""
+    media: list[list[tuple[Media, Paths | str]]]
+    """Media items of each prompt as the client sent them, in order, with their files in the spool. An item that was
+    planned before has no file, but its hash."""
 
 
 @asynccontextmanager
@@ -82,18 +83,26 @@ async def spooled_prompts(
     owner: bytes,
     field: str | None,
     make: Callable[[Sequence[TokenizeRequest]], Awaitable[list[Result]]],
+    known_media: KnownMedia | None = None,
 ) -> AsyncIterator[Made[Result]]:
     """Parse the prompts of one HTTP request, spool their media, and yield what `make` returns for the prompts.
 
-    At exit, the spooled files and the shared memory of the request are removed. `prompts` describes the other
-    arguments.
+    Items in `known_media` are not spooled, so `make` must need only their plans. At exit, the spooled files and the
+    shared memory of the request are removed. `prompts` describes the other arguments.
     """
     started = time.perf_counter()
     with blaming(field):
         requests = [_checked(parse) for parse in given]
         for request in requests:
             require_within(request.media, service.worker.config.limit_mm_per_prompt)
+    found = [] if known_media is None else await known_media.find(requests)
     media = [item for request in requests for item in request.media]
+    known = [one for of_prompt in found for one in of_prompt] or [None] * len(media)
+    if known_media is not None:
+        service.metrics.count_plans(len(known), sum(one is not None for one in known))
+    media = [item for item, one in zip(media, known, strict=True) if one is None]
+    with blaming(field):
+        service.kept.require_sources(media)
     with ExitStack() as stack:
         changes: dict[str, Any] = {}
         spooled: list[Paths] = []
@@ -106,7 +115,8 @@ async def spooled_prompts(
             clock.fetch_s = time.perf_counter() - started
             faults.point("spooled")
         files = iter(spooled)
-        spooled_requests = [request.with_media(lambda one: _from_file(one, next(files))) for request in requests]
+        places = iter([next(files) if one is None else one for one in known])
+        spooled_requests = [request.with_media(lambda one: _from_place(one, next(places))) for request in requests]
         complete = [
             msgspec.structs.replace(request, options=replace(request.options, owner=owner), **changes)
             for request in spooled_requests
@@ -121,8 +131,9 @@ async def spooled_prompts(
         service.metrics.tokenize_s.observe(elapsed_s)
         if (trace := tracing.current.get()) is not None:
             trace.tokenized(started, clock.fetch_s, clock.preprocess_s)
-        sent = iter(zip(media, spooled, strict=True))
-        yield Made(results, [[*islice(sent, len(request.media))] for request in requests])
+        files = iter(spooled)
+        sent = iter([next(files) if one is None else one.hash for one in known])
+        yield Made(results, [[(item, next(sent)) for item in request.media] for request in requests])
 
 
 @contextmanager
@@ -178,6 +189,12 @@ def _checked(parse: Parse) -> TokenizeRequest:
             "the request contains an integer of more than 64 bits or a lone surrogate, or is nested too deeply"
         ) from error
     return request
+
+
+def _from_place(media: Media, place: Paths | KnownItem) -> Media:
+    if isinstance(place, KnownItem):
+        return msgspec.structs.replace(media, source=None, uuid=None, known=place.plan)
+    return _from_file(media, place)
 
 
 def _from_file(media: Media, file: Paths) -> Media:

@@ -16,6 +16,7 @@ from mindie_mm.worker.worker import Worker
 from service.batches.batches import Batches
 from service.files.store import FileStore
 from service.http.clients import Clients
+from service.render.plans import Shared
 from service.request.admission import Admission
 from service.request.chat_dialect import ChatDialect
 from service.request.kept_media import KeptMedia
@@ -76,6 +77,8 @@ class Service(Served):
     """Name of this worker among several, or "" if it is the only one."""
     model_id: str
     """Name of the model in the hashes of media."""
+    shared: Shared
+    """Plans of media that were planned before, which the workers of a port share."""
     batch_runner: Batches | None = None
     """Batches of clients, if the setting `files_path` is set."""
 

@@ -16,8 +16,10 @@ from typing_extensions import TypedDict
 from mindie_mm.shm import ArenaInfo, arenas_of
 from mindie_mm.shm.format.layout import block_name
 from service.http.json_response import JSONResponse
+from service.render.plans import Report
 from service.request.state import ServiceDep
 from service.schemas.description import answered
+from service.telemetry.pages import merged
 
 router = APIRouter()
 
@@ -146,14 +148,19 @@ async def own_version() -> Response:
 
 @router.get("/load", responses=answered(Load))  # vLLM's path
 async def load(service: ServiceDep) -> Response:
-    """Return the number of requests in progress."""
-    return JSONResponse(Load(server_load=len(service.admission)))
+    """Return the number of requests in progress, of all workers of the port."""
+    own = Report(b"", len(service.admission))
+    reports = [*(await service.shared.reports(own)).values()] or [own]
+    return JSONResponse(Load(server_load=sum(report.num_requests for report in reports)))
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(service: ServiceDep) -> Response:
-    """Return the metrics in the text format of Prometheus."""
-    return Response(await asyncio.to_thread(service.metrics.text), media_type=CONTENT_TYPE_LATEST)
+    """Return the metrics in the text format of Prometheus. If the port has several workers, their names are labels."""
+    page = await asyncio.to_thread(service.metrics.text)
+    if reports := await service.shared.reports(Report(page, len(service.admission))):
+        page = merged({name: report.metrics.decode() for name, report in reports.items()}, "worker").encode()
+    return Response(page, media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/shm", responses=answered(SharedMemory))

@@ -13,11 +13,19 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from mindie_mm.errors import InputError, LimitExceeded
-from mindie_mm.inputs import Media, Paths
 from mindie_mm.processes.tasks import in_thread
 from mindie_mm.tokenize.prompt import PlannedPrompt
 from mindie_mm.tokenize.requests import TokenizeRequest
-from service.render.answer import GenerateRequest, Hashing, features, like_vllm, require_no_pages, sampling_params
+from service.render.answer import (
+    GenerateRequest,
+    Hashing,
+    features,
+    hashes_of,
+    like_vllm,
+    require_no_pages,
+    sampling_params,
+)
+from service.render.plans import KnownMedia
 from service.request.admitted import WholeAnswer
 from service.request.call import Call
 from service.request.incoming import Incoming, IncomingDep
@@ -56,7 +64,8 @@ async def render_chat(body: RenderChatBody, incoming: IncomingDep) -> Response:
 
     async def answer() -> GenerateRequest:
         rendering = _Rendering.of(chat.call, body, body.mm_payload)
-        async with chat.call.plans([rendering.parse(chat.parse())], field="messages") as made:
+        parse = rendering.parse(chat.parse())
+        async with chat.call.plans([parse], field="messages", known_media=rendering.known) as made:
             (rendered,) = await rendering.rendered(made)
         return rendered
 
@@ -91,7 +100,8 @@ async def render_completion(body: RenderCompletionBody, incoming: IncomingDep) -
         if len(texts) < len(given):
             ids = [ids for ids in given if not isinstance(ids, str)]
             return await rendering.rendered(await call.plans_of_ids(ids, options))
-        async with call.plans([rendering.parse(partial(request, text)) for text in texts]) as made:
+        parses = [rendering.parse(partial(request, text)) for text in texts]
+        async with call.plans(parses, known_media=rendering.known) as made:
             return await rendering.rendered(made)
 
     return WholeAnswer(answer, incoming.service.admission)
@@ -105,6 +115,8 @@ class _Rendering:
     body: GenerationBody
     payload: Payload
     hashing: Hashing
+    known: KnownMedia | None
+    """Media that were planned before. None if the plans of media are not kept."""
 
     @classmethod
     def of(cls, call: Call, body: GenerationBody, payload: Payload) -> _Rendering:
@@ -112,7 +124,11 @@ class _Rendering:
         service = call.service
         options = (getattr(body, name, None) for name in ("mm_processor_kwargs", "media_io_kwargs"))
         background = service.worker.config.media.rgba_background_color
-        return cls(call, body, payload, Hashing.of(service.model_id, background, *options))
+        hashing = Hashing.of(service.model_id, background, *options)
+        known = None
+        if service.config.plan_cache_bytes and not service.worker.config.media.isolate_requests:
+            known = KnownMedia(service.shared, hashing, call.owner, call.params.cache_salt)
+        return cls(call, body, payload, hashing, known)
 
     def parse(self, parse: Parse) -> Parse:
         """Return the function that parses a prompt as the servers that get the answer would."""
@@ -130,12 +146,15 @@ class _Rendering:
     async def rendered(self, made: Made[PlannedPrompt]) -> list[GenerateRequest]:
         """Return the answers for planned prompts."""
         several = len(made.results) > 1
-        return [
-            await in_thread(partial(self._answer, plan, media, f"-{index}" if several else ""))
-            for index, (plan, media) in enumerate(zip(made.results, made.media, strict=True))
-        ]
+        answers = []
+        for index, (plan, media) in enumerate(zip(made.results, made.media, strict=True)):
+            hashes = await in_thread(partial(hashes_of, plan, media, self.hashing)) if plan.spans else []
+            if self.known is not None and hashes:
+                self.known.keep(index, [item for item, _ in media], plan, hashes)
+            answers.append(self._answer(plan, hashes, f"-{index}" if several else ""))
+        return answers
 
-    def _answer(self, plan: PlannedPrompt, media: Sequence[tuple[Media, Paths]], suffix: str) -> GenerateRequest:
+    def _answer(self, plan: PlannedPrompt, hashes: Sequence[str], suffix: str) -> GenerateRequest:
         call, body = self.call, self.body
         info = call.service.worker.engine.info
         room = info.max_model_len - len(plan) if info.max_output_len is None else info.max_output_len
@@ -143,7 +162,7 @@ class _Rendering:
             "request_id": call.id + suffix,
             "token_ids": msgspec.Raw(msgspec.json.encode(plan.ids.tolist())),
             "token_offsets": None,
-            "features": features(plan, media, self.hashing),
+            "features": features(plan, hashes),
             "content_parts": None,
             "sampling_params": sampling_params(call.params, body.bad_words, room, call.n),
             "model": body.model,

@@ -81,6 +81,12 @@ class Metrics:
             "request_time_per_output_token_seconds", "Mean time between two tokens of a choice.", _SHORT_S
         )
         self._tower_s = histogram("request_tower_time_seconds", "Time in the vision tower.", _LONG_S)
+        self._plan_queries = counter(
+            "plan_cache_queries", "Media items of /render that were looked up among earlier plans."
+        ).labels(model_name)
+        self._plan_hits = counter(
+            "plan_cache_hits", "Media items of /render that were neither fetched nor planned again."
+        ).labels(model_name)
         bad_references = counter(
             "shm_bad_references", "Choices that failed because their media were missing or damaged, by kind.", "kind"
         )
@@ -122,6 +128,11 @@ class Metrics:
         self._params_n.observe(n)
         if max_tokens is not None:
             self._params_max_tokens.observe(max_tokens)
+
+    def count_plans(self, num_asked: int, num_found: int) -> None:
+        """Count media items of /render that were looked up among earlier plans, and those that were found."""
+        self._plan_queries.inc(num_asked)
+        self._plan_hits.inc(num_found)
 
     def count_tokens(self, number: int) -> None:
         """Count `number` generated tokens."""

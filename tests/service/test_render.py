@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,6 +84,24 @@ def test_a_chat_has_the_ids_of_tokenize_and_a_range_per_image(render: httpx2.Cli
     assert (len(hashes), hashes[0], len(hashes[0])) == (2, hashes[1], 64)
     assert rendered["sampling_params"] == {"temperature": 0.0, "seed": 3, "stop": ["."], "max_tokens": 16}
     assert rendered["request_id"].startswith("chatcmpl-")
+
+
+def test_media_that_come_again_are_not_planned_again(render: httpx2.Client) -> None:
+    urls = [data_url(picture("blue", (40, 60, 200), "circle", x=at)) for at in (0.3, 0.6)]
+
+    def counts() -> tuple[int, int]:
+        found = re.findall(r"mindie_mm:plan_cache_(?:queries|hits)_total\{.*\} (\S+)", render.get("/metrics").text)
+        return int(float(found[0])), int(float(found[1]))
+
+    asked, hits = counts()
+    one, other = none(render, chat(urls[0])), none(render, chat(*urls))
+    again = none(render, chat(*urls))
+    assert counts() == (asked + 5, hits + 3)
+    assert (again["token_ids"], again["features"]) == (other["token_ids"], other["features"])
+    assert other["features"]["mm_hashes"]["image"][0] == one["features"]["mm_hashes"]["image"][0]
+    named = none(render, chat(*urls, mm_processor_kwargs={"max_pixels": 28 * 28 * 4}))
+    assert counts() == (asked + 7, hits + 3)
+    assert named["features"]["mm_hashes"] != other["features"]["mm_hashes"]
 
 
 def test_a_text_has_no_features_and_the_room_of_the_context(render: httpx2.Client) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from service.ray.metrics import merged
 from service.telemetry.metrics import Metrics
+from service.telemetry.pages import merged
 
 
 def page(number: int) -> str:
@@ -16,7 +16,7 @@ def page(number: int) -> str:
 
 
 def test_each_sample_has_the_name_of_its_replica():
-    families = [*text_string_to_metric_families(merged({"a": page(1), "b": page(2)}))]
+    families = [*text_string_to_metric_families(merged({"a": page(1), "b": page(2)}, "replica"))]
     assert len({family.name for family in families}) == len(families)
     (requests,) = [family for family in families if family.name == "mindie_mm:http_requests"]
     counts = {one.labels["replica"]: one.value for one in requests.samples if one.name.endswith("_total")}
