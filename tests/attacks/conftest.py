@@ -100,6 +100,7 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
         "allowed_media_dir": media,
         "reclaim_interval_s": 3600.0,
         "pooling": "last",
+        "enable_scale_out": True,
     }
     good = asking("image", data_url(picture("red", (220, 40, 40), "square", x=0.4)))
     with (
