@@ -63,6 +63,7 @@ from service.routes import (
     generate,
     health,
     infer,
+    inference,
     loras,
     messages,
     models,
@@ -74,6 +75,7 @@ from service.routes import (
 )
 from service.routes.generate import GenerateEvent
 from service.routes.infer import InferEvent
+from service.routes.inference import TokenChunk
 from service.schemas.description import describe
 from service.schemas.openai_answers import ChatCompletionChunk, Completion
 from service.telemetry.metrics import Metrics
@@ -84,7 +86,7 @@ _log = logging.getLogger(__name__)
 _ANY_PORT = ":*"
 _EVENTS = (
     *(ChatCompletionChunk, Completion, ResponseEvent, MessageEvent, InferEvent, GenerateEvent),
-    TranscriptEvent,
+    *(TranscriptEvent, TokenChunk),
 )
 _NO_TIMEOUT_S = 10.0**7
 
@@ -175,7 +177,7 @@ def create_app(
         if worker.only_plans
         else (
             *(chat, completions, responses, messages, embeddings, rerank, files, batches, transcriptions),
-            *(infer, generate, models, loras, tokens, health, admin, render),
+            *(infer, generate, models, loras, tokens, health, admin, render, inference),
         )
     )
     errors.install(app, (route for one in modules for route in one.router.routes if isinstance(route, APIRoute)))

@@ -14,12 +14,11 @@ from mindie_mm.cli.serve import log_settings
 from mindie_mm.cli.settings import SettingsCommand, configured, settings
 from mindie_mm.errors import InputError
 from mindie_mm.processes.standard_streams import stderr_without_waiting
-from mindie_mm.settings.config import EngineConfig, MediaCaps, MiB, ServiceConfig, WorkerConfig
+from mindie_mm.settings.config import EngineConfig, MediaCaps, ServiceConfig, WorkerConfig
 from mindie_mm.settings.sources import Configuration, without_effect
 
 _OF_ENGINE = frozenset(field.name for field in fields(EngineConfig)) - {"max_model_len", "cpu_binding"}
 _OF_LORAS = frozenset({"lora", "lora_dir", "max_loras", "max_lora_rank"})
-_OF_ARENA = frozenset({"arena_bytes", "arena_request_bytes", "arena_wait_s", "preprocessed_cache_bytes"})
 _OF_ANSWERS = frozenset(
     {
         *("enable_scale_out", "files_path", "max_file_bytes", "max_files_per_key", "max_file_bytes_per_key"),
@@ -28,16 +27,14 @@ _OF_ANSWERS = frozenset(
         *("max_held_logprobs", "enable_prompt_embeds"),
     }
 )
-_WITHOUT_EFFECT = _OF_ENGINE | _OF_LORAS | _OF_ARENA | _OF_ANSWERS
-_ARENA_BYTES = MiB
-"""Size of the arena, which the tokenizer creates, but plans do not use."""
+_WITHOUT_EFFECT = _OF_ENGINE | _OF_LORAS | _OF_ANSWERS
 
 
 @click.command("render", cls=SettingsCommand)
 @click.argument("path", required=False, type=MODEL)
 @settings(ServiceConfig, MediaCaps, WorkerConfig, EngineConfig, without=_WITHOUT_EFFECT)
 def command(path: str | None, **flags: Any) -> None:
-    """Serve the token ids of prompts, and the places and hashes of their media, for routers and vLLM servers.
+    """Serve the token ids of prompts, and the places, hashes and tensors of their media, for routers and servers.
 
     Serves vLLM's /v1/chat/completions/render and /v1/completions/render, and /tokenize, /health and /metrics. Reads no
     weights, and needs no accelerator.
@@ -56,8 +53,7 @@ def command(path: str | None, **flags: Any) -> None:
         like="vllm" if given.service.like == "auto" else given.service.like,
         files_path=None,  # batches need an engine
     )
-    worker = replace(given.worker, arena_bytes=_ARENA_BYTES, arena_request_bytes=None)
-    given = replace(given, worker=worker, service=service).for_service()
+    given = replace(given, service=service).for_service()
     given = with_local_model(with_model_id(given, path), weights=False)
     with stderr_without_waiting():
         _render(given, warnings)

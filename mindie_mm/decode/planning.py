@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -94,12 +95,29 @@ def _page(data: Data, index: int) -> DocumentPage:
 def _plan_data(processor: Processor, media: Media, data: Data, counts: Mapping[Kind, int]) -> tuple[Plan, Write]:
     if media.cut_s is not None:
         return _plan_cuts(data, media.cut_s)
+    if media.is_vllm_item:
+        return _plan_vllm_item(processor, media.kind, data)
     if not media.is_embeddings:
         return processor.plan(media, data, counts)
     embeddings = read_embeddings(data, GRID_KEYS.get(media.kind, GRID))
     if media.kind != PROMPT and (rows := len(embeddings.array)) > (most := processor.max_tokens(media.kind)):
         raise LimitExceeded(f"the embeddings have {rows} rows; the limit of this model is {most}")
     return _plan_embeddings(processor, media.kind, embeddings, in_file=True)
+
+
+def _plan_vllm_item(processor: Processor, kind: Kind, data: Data) -> tuple[Plan, Write]:
+    """Return a plan for preprocessed tensors of vLLM, whose block is the same as that of the media themselves."""
+    if (layout := processor.vllm_items.get(kind)) is None:
+        raise InputError(f"vLLM's tensors of the kind {kind} are not supported for this model")
+    assert isinstance(data, bytes), "only files are items of vLLM"
+    item = layout.read(data)
+    if processor.spelling(kind, item.num_features, item.grid) is None:
+        raise InputError(f"{layout.grid} is {item.grid}; this model has no {kind} with this grid")
+    if item.num_features > (most := processor.max_tokens(kind)):
+        raise LimitExceeded(f"the {kind} has {item.num_features} features; the limit of this model is {most}")
+    specs = processor.specs_of(kind, item.grid)
+    assert specs is not None, "the arrays of patches follow from their grid"
+    return Plan(item.num_features, specs, f"vLLM's {layout}", item.grid), partial(layout.write, item)
 
 
 def _plan_cuts(data: Data, window_s: float) -> tuple[Plan, Write]:

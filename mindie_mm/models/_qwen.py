@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mindie_mm.device import upload
 from mindie_mm.errors import CorruptReference, LimitExceeded, UnsupportedCheckpoint
-from mindie_mm.inputs import Kind, Media, MediaOptions
+from mindie_mm.inputs import GRID_KEYS, Kind, Media, MediaOptions
 from mindie_mm.media.image.encoded_image import Data, Pixels, open_image, resize
 from mindie_mm.media.image.patches import patchify, unpatchify
 from mindie_mm.media.video.encoded_video import Video, open_video
@@ -39,6 +39,7 @@ from mindie_mm.nn.pixels import joined
 from mindie_mm.nn.splice import MediaItem, split_features
 from mindie_mm.nn.staging import to_device
 from mindie_mm.nn.traits import Traits
+from mindie_mm.nn.vllm_items import PatchLayout
 from mindie_mm.nn.weights.pretrained import PretrainedModel, read_config
 from mindie_mm.shm import ArraySpec
 from mindie_mm.shm.format.item import MediaShape
@@ -80,6 +81,8 @@ class QwenProcessor(Processor):
 
     config_name: ClassVar[str]
     """Name of transformers' configuration class."""
+    vllm_kinds: ClassVar[tuple[Kind, ...]] = ()
+    """Kinds of items for which vLLM's payloads have the layout `PatchLayout`."""
     image_types: ClassVar[Sequence[str]]
     """Names of the image processor classes in transformers that a checkpoint may state."""
     image_defaults: ClassVar[Mapping[str, Any]] = IMAGE_DEFAULTS
@@ -111,6 +114,7 @@ class QwenProcessor(Processor):
             _check_tower(self.video, read.vision_config, temporal, f"{checkpoint.path} (videos)")
             placeholders["video"] = Placeholder(before, read.video_token_id, after)
         self.placeholders = placeholders
+        self.vllm_items = {kind: self._vllm_layout(kind) for kind in self.vllm_kinds}
 
     def max_tokens(self, kind: Kind) -> int:
         if kind == "image":
@@ -141,6 +145,11 @@ class QwenProcessor(Processor):
                 f"limit is {most}. Lower min_pixels"
             )
         return plan, write
+
+    def _vllm_layout(self, kind: Kind) -> PatchLayout:
+        settings: PixelSettings = getattr(self, kind)
+        sizes = settings.patch_size, settings.temporal_patch_size, settings.merge_size
+        return PatchLayout(PIXELS[kind], GRID_KEYS[kind], *sizes)
 
     def _bounds(self, settings: PixelSettings) -> Iterator[tuple[int, int, int]]:
         """Yield grids that are upper bounds for the grids of images, both portrait and landscape."""

@@ -34,6 +34,7 @@ class Qwen25VLProcessor(QwenProcessor):
 
     traits = replace(QwenProcessor.traits, grids=INTERVAL_GRIDS)
     config_name = "Qwen2_5_VLConfig"
+    vllm_kinds = ("image",)
     image_types = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor")  # two names of the same class
     video_types = ("Qwen2VLVideoProcessor",)
 

@@ -13,6 +13,7 @@ class Qwen2VLProcessor(QwenProcessor):
     """Processor for Qwen2-VL."""
 
     config_name = "Qwen2VLConfig"
+    vllm_kinds = ("image", "video")
     image_types = ("Qwen2VLImageProcessor",)
     video_types = ("Qwen2VLVideoProcessor",)
 

@@ -14,6 +14,7 @@ class Qwen3VLProcessor(Qwen3Processor):
     """Processor for Qwen3-VL."""
 
     config_name = "Qwen3VLConfig"
+    vllm_kinds = ("image",)
     image_types = ("Qwen2VLImageProcessor",)
     video_types = ("Qwen3VLVideoProcessor",)
 

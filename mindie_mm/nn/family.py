@@ -30,6 +30,7 @@ from mindie_mm.nn.pixels import as_bytes
 from mindie_mm.nn.seq2seq import Seq2SeqModel
 from mindie_mm.nn.speech import SpeechTraits
 from mindie_mm.nn.traits import Traits
+from mindie_mm.nn.vllm_items import PatchLayout
 from mindie_mm.nn.weights.build import renamed_weights
 from mindie_mm.nn.weights.pretrained import load_pretrained
 from mindie_mm.shm import ArraySpec
@@ -142,6 +143,8 @@ class Processor(ModelInputs, ABC):
     """Placeholder of each kind of media that the family supports."""
     num_embeddings: int | None = None
     """`ModelSpec.embedding_size`. None means `vocab_size` of transformers' configuration of the text model."""
+    vllm_items: Mapping[Kind, PatchLayout] = {}
+    """Layout of an item's tensors in vLLM's payloads, by kind. Items of other kinds are neither sent nor read."""
     mindie_pad: int = -1
     """Id that MindIE writes over further placeholders in its wire format: `pad_token_id` of the text config, or -1."""
 

@@ -368,7 +368,8 @@ class ServiceConfig:
     spool: Path | None = None
     """Folder for the media and the path file of each request. Default: mindie_mm-<uid> in the temporary directory."""
     enable_scale_out: bool = False
-    """Serve vLLM's /render routes, which return the token ids of prompts. Off: these routes get status 403."""
+    """Serve vLLM's /render routes, which return the token ids of prompts, and /inference/v1/generate, which continues
+    them. Off: these routes get status 403."""
     like: Literal["auto", "vllm", "transformers"] = "auto"
     """Implementation that the /render routes follow where vLLM and transformers differ: vllm or transformers. It must
     be that of the servers that get the answers. auto: vllm for `mindie-mm render`, transformers for this service."""

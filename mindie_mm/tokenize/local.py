@@ -93,8 +93,8 @@ class LocalTokenizer(TokenizerStage):
     async def tokenize_together(self, requests: Sequence[TokenizeRequest]) -> list[Prompt]:
         return await self._run(lambda: self._prompts.make(requests))
 
-    async def plan(self, requests: Sequence[TokenizeRequest]) -> list[PlannedPrompt]:
-        return await self._run(lambda: self._prompts.plan(requests))
+    async def plan(self, requests: Sequence[TokenizeRequest], *, fill: bool = False) -> list[PlannedPrompt]:
+        return await self._run(lambda: self._prompts.plan(requests, fill=fill))
 
     async def cut(
         self, speech: Media, folder: Path, max_bytes: int, domain: tuple[bytes, str], *, always: bool

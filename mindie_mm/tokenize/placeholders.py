@@ -72,6 +72,52 @@ def expand(
     return Prompt(np.concatenate([*pieces, flat[behind:]]), tuple(spans), (0, opening))
 
 
+def locate(
+    ids: Sequence[int], ranges: Sequence[tuple[int, int]], items: Sequence[PlannedItem], tokens: Collection[int]
+) -> Prompt:
+    """Return a prompt that already has the items' runs of ids. Only the items in the ranges have placeholders.
+
+    Args:
+        ids: The prompt.
+        ranges: Range [start, stop) of each item's ids, ascending and without overlap. Other ids of an item, such as
+            times of frames, are not compared.
+        items: Media items, in order.
+        tokens: Placeholders of all kinds that the family supports.
+
+    Raises:
+        InputError: The placeholders do not match the items.
+
+    """
+    flat = np.asarray(ids, np.int64)
+    is_placeholder = np.isin(flat, [*tokens])
+    spans: list[MediaSpan] = []
+    for item, (start, stop) in zip(items, ranges, strict=True):
+        places = start + np.flatnonzero(is_placeholder[start:stop])
+        runs = [np.asarray(run, np.int64) for run in item.runs]
+        expected = np.concatenate(runs)
+        kind, grid = item.shape.kind, item.plan.grid
+        if len(places) != item.plan.num_features:
+            raise InputError(
+                f"the {kind} at token {start} has {len(places)} placeholders, but its tensors have "
+                f"{item.plan.num_features} features (grid {grid}); the numbers must be equal"
+            )
+        first, last = int(places[0]), int(places[-1]) + 1
+        if len(runs) > 1:
+            own, wanted = flat[places], expected[np.isin(expected, [*tokens])]
+        else:
+            (ahead,) = np.flatnonzero(np.isin(expected, [*tokens]))[:1]
+            first -= int(ahead)
+            last = first + len(expected)
+            own, wanted = flat[max(first, 0) : last], expected
+        if first < start or last > stop or not np.array_equal(own, wanted):
+            raise InputError(f"the ids of the {kind} at token {start} are not those of its tensors (grid {grid})")
+        second = item.spelling.second_token
+        spans.append(MediaSpan(first, last, kind, item.placeholder.token, second_token=second))
+    if (num_all := int(is_placeholder.sum())) != (num_own := sum(item.plan.num_features for item in items)):
+        raise InputError(f"the prompt has {num_all} placeholders, but its media have {num_own} features")
+    return Prompt(flat, tuple(spans))
+
+
 def insert(
     ids: Sequence[int], at: int, items: Sequence[PlannedItem], tokens: Collection[int], opening: int = 0
 ) -> Prompt:

@@ -59,26 +59,34 @@ class Prompt:
     @property
     def plain_ids(self) -> NDArray[np.int64]:
         """int64 [T]. Handle words are replaced with placeholder ids."""
-        ids = self.ids.copy()
-        for span in self.spans:
-            own = ids[span.start : span.stop]
-            own[own < 0] = span.token
-        return ids
+        return _plain(self.ids, self.spans)
 
     def refs(self) -> Iterator[Ref]:
         """Yield a reference to the block of each media item, in order, for the native wire.
 
         Raise CorruptReference if an item has no handle words or damaged handle words.
         """
-        for span in self.spans:
-            own = self.ids[span.start : span.stop]
-            words = own[own < 0][:2].tolist()
-            if not words:
-                raise CorruptReference(f"the {span.kind} at token {span.start} has no handle words")
-            yield Ref.from_words(words[0], words[1] if len(words) > 1 else None)
+        return _refs(self.ids, self.spans)
 
     def __len__(self) -> int:
         return len(self.ids)
+
+
+def _plain(ids: NDArray[np.int64], spans: Iterable[MediaSpan]) -> NDArray[np.int64]:
+    ids = ids.copy()
+    for span in spans:
+        own = ids[span.start : span.stop]
+        own[own < 0] = span.token
+    return ids
+
+
+def _refs(ids: NDArray[np.int64], spans: Iterable[MediaSpan]) -> Iterator[Ref]:
+    for span in spans:
+        own = ids[span.start : span.stop]
+        words = own[own < 0][:2].tolist()
+        if not words:
+            raise CorruptReference(f"the {span.kind} at token {span.start} has no handle words")
+        yield Ref.from_words(words[0], words[1] if len(words) > 1 else None)
 
 
 class PlannedSpan(MediaSpan, frozen=True, array_like=True, kw_only=True):
@@ -105,14 +113,24 @@ class PlannedSpan(MediaSpan, frozen=True, array_like=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlannedPrompt:
-    """Token ids and spans of a prompt whose media were not preprocessed."""
+    """Token ids and spans of a prompt whose media were planned. They are preprocessed only if that was asked for."""
 
     ids: NDArray[np.int64]
-    """int64 [T]. Each feature of a media item has a placeholder id. There are no handle words."""
+    """int64 [T]. Each feature of a media item has a placeholder id. If the media were preprocessed, the first
+    placeholders of each item are replaced with its handle words."""
     spans: tuple[PlannedSpan, ...] = ()
     """Spans of the media items, in order. They do not overlap."""
     first_item: int = 0
     """Number of media items that were truncated in front of the first span."""
+
+    @property
+    def plain_ids(self) -> NDArray[np.int64]:
+        """int64 [T]. Handle words are replaced with placeholder ids."""
+        return _plain(self.ids, self.spans)
+
+    def refs(self) -> Iterator[Ref]:
+        """Yield a reference to the block of each media item, as `Prompt.refs` does."""
+        return _refs(self.ids, self.spans)
 
     def __len__(self) -> int:
         return len(self.ids)

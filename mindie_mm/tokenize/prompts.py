@@ -30,7 +30,7 @@ from mindie_mm.processes.tasks import in_thread, task_group
 from mindie_mm.tokenize.documents import Pages
 from mindie_mm.tokenize.media_stage import MediaStage, RequestMedia
 from mindie_mm.tokenize.placeholders import expand as expand_items
-from mindie_mm.tokenize.placeholders import insert
+from mindie_mm.tokenize.placeholders import insert, locate
 from mindie_mm.tokenize.planning import PlannedItem, Planner, text_placeholder
 from mindie_mm.tokenize.prompt import MediaSpan, PlannedPrompt, PlannedSpan, Prompt, PromptOptions
 from mindie_mm.tokenize.requests import TokenizeRequest
@@ -84,8 +84,10 @@ class Prompts:
         self.added_tokens = frozenset(token.content for token in tokenizer.added_tokens_decoder.values())
         """Texts of the added tokens of the tokenizer."""
         speech = self._processor.speech if "audio" in self._processor.placeholders else None
-        self.traits = TokenizerTraits(shown_tokens, self._text.chat_traits, speech, sizes)
-        planner = Planner(self._processor, family.__name__, setup.limit_mm_per_prompt)
+        name = family.__name__
+        items = {**self._processor.vllm_items}
+        self.traits = TokenizerTraits(shown_tokens, self._text.chat_traits, speech, sizes, items, name)
+        planner = Planner(self._processor, name, setup.limit_mm_per_prompt)
         store = store if isinstance(store, Store) else store(self._processor)
         self.stage = MediaStage(planner, decoders, store, setup.media)
 
@@ -135,23 +137,37 @@ class Prompts:
             with decoding_to_count():
                 return await self._make(requests)
 
-    async def plan(self, requests: Sequence[TokenizeRequest]) -> list[PlannedPrompt]:
+    async def plan(self, requests: Sequence[TokenizeRequest], *, fill: bool = False) -> list[PlannedPrompt]:
         """Return the prompts of `requests` without preprocessing their media.
 
         Only the headers of media are decoded, if they suffice. Media of other formats are decoded as far as counting
-        their tokens requires.
+        their tokens requires. With `fill`, the media are preprocessed nevertheless, as in `make`.
 
         Raises:
-            InputError: A request or an item is invalid. Faults behind the header of a file are not noticed.
+            InputError: A request or an item is invalid. Without `fill`, faults behind the header of a file are not
+                noticed.
             ContextLengthExceeded: A prompt is too long.
+            ArenaFull, SharedMemoryError: As in `make`, with `fill`.
 
         """
         requests = await self._with_pages(requests)
+        try:
+            return await self._plan(requests, fill=fill)
+        except FramesMiscounted:
+            with decoding_to_count():
+                return await self._plan(requests, fill=fill)
+
+    async def _plan(self, requests: Sequence[TokenizeRequest], *, fill: bool) -> list[PlannedPrompt]:
         with closing(RequestMedia(self.stage, requests[0].options.domain)) as media:
-            return [
+            made = await self._planned(requests, media)
+            plans = [
                 PlannedPrompt(prompt.ids, await _planned_spans(media, prompt, planned[left]), left.start)
-                for prompt, planned, left in await self._planned(requests, media)
+                for prompt, planned, left in made
             ]
+            if not fill:
+                return plans
+            filled = await self._fill(requests[0].path_file, made, media)
+            return [replace(plan, ids=prompt.ids) for plan, prompt in zip(plans, filled, strict=True)]
 
     async def _with_pages(self, requests: Sequence[TokenizeRequest]) -> list[TokenizeRequest]:
         """Return checked requests, in which each document is replaced by its pages."""
@@ -194,11 +210,16 @@ class Prompts:
     async def _make(self, requests: Sequence[TokenizeRequest]) -> list[Prompt]:
         with closing(RequestMedia(self.stage, requests[0].options.domain)) as media:
             made = await self._planned(requests, media)
-            prompts = [prompt for prompt, _, _ in made]
-            items = [item for _, planned, left in made for item in planned[left]]
-            faults.point("planned")
-            path_file = requests[0].path_file
-            return await media.fill(prompts, items, Path(path_file) if path_file else None)
+            return await self._fill(requests[0].path_file, made, media)
+
+    async def _fill(
+        self, path_file: str, made: Sequence[tuple[Prompt, list[PlannedItem], slice]], media: RequestMedia
+    ) -> list[Prompt]:
+        """Preprocess the media of prompts from `_planned`, and return the prompts with handle words."""
+        prompts = [prompt for prompt, _, _ in made]
+        items = [item for _, planned, left in made for item in planned[left]]
+        faults.point("planned")
+        return await media.fill(prompts, items, Path(path_file) if path_file else None)
 
     async def _planned(
         self, requests: Sequence[TokenizeRequest], media: RequestMedia
@@ -219,6 +240,8 @@ class Prompts:
         """Return the prompt of `request` with the planned media, before it is cut and without handle words."""
         if request.messages is not None:
             return self._of_messages(request, request.messages, planned)
+        if request.ids is not None and request.ranges is not None:
+            return locate(request.ids, request.ranges, planned, self._tokens)
         if request.ids is not None:
             encoded = self._text.replace_marker_ids(request.ids, self._markers, *self._spellings(planned))
             return self._expanded(encoded, planned)

@@ -41,6 +41,8 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     ids: list[int] | None = None
     """Ids of an encoded prompt, with one placeholder per media item and page of a document, or without placeholders if
     the family inserts them."""
+    ranges: list[tuple[int, int]] | None = None
+    """Ranges [start, stop) of the ids that represent each item, in order, if `ids` have one placeholder per feature."""
     chat: bool = True
     """True if `items` are formatted as one user turn when the checkpoint has a chat template. Otherwise they are
     joined."""

@@ -281,13 +281,13 @@ class Worker:
         with self._explaining(requests[0].options):
             return await tokenized(self.tokenizer_stage, requests, self._count_remade)
 
-    async def plan(self, requests: Sequence[TokenizeRequest]) -> list[PlannedPrompt]:
-        """Return the prompts of requests that have the same limits, without preprocessing their media.
+    async def plan(self, requests: Sequence[TokenizeRequest], *, fill: bool = False) -> list[PlannedPrompt]:
+        """Return the prompts of requests that have the same limits, without preprocessing their media unless `fill`.
 
         This raises the errors of `TokenizerStage.plan`.
         """
         with self._explaining(requests[0].options):
-            plans, _ = await retry_once(partial(self.tokenizer_stage.plan, requests))
+            plans, _ = await retry_once(partial(self.tokenizer_stage.plan, requests, fill=fill))
             return plans
 
     @contextmanager

@@ -8,16 +8,23 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
+import pybase64
 from typing_extensions import TypedDict
 
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import InputError
-from mindie_mm.inputs import Media, MediaDefaults, MediaOptions, Paths, media_defaults
+from mindie_mm.inputs import Kind, Media, MediaDefaults, MediaOptions, Paths, media_defaults
+from mindie_mm.nn.vllm_items import PatchLayout
 from mindie_mm.settings.config import Colour
+from mindie_mm.shm import attach
+from mindie_mm.shm.format.item import MediaShape
 from mindie_mm.tokenize.prompt import PlannedPrompt, PlannedSpan
 from mindie_mm.tokenize.requests import TokenizeRequest
 from service.render.media_hash import FileContent, has_options, media_hash
 from service.schemas.openai_answers import json_of
+
+Base64 = Annotated[msgspec.Raw, json_of(str)]
+"""A JSON string of base64. It is not encoded again, because it may have many megabytes."""
 
 
 class PlaceholderRange(TypedDict):
@@ -33,8 +40,10 @@ class Features(TypedDict):
     mm_hashes: dict[str, list[str]]
     """Name of the content of each item in vLLM's caches."""
     mm_placeholders: dict[str, list[PlaceholderRange]]
-    kwargs_data: None
-    mm_metadata: None
+    kwargs_data: dict[str, list[Base64]] | None
+    """All preprocessed tensors of each item, or null if they were not requested."""
+    mm_metadata: dict[str, list[Base64]] | None
+    """The small tensors of each item that vLLM keeps on the CPU."""
 
 
 class GenerateRequest(TypedDict):
@@ -135,17 +144,61 @@ def hashes_of(plan: PlannedPrompt, media: Sequence[tuple[Media, Paths | str]], h
     return [file if isinstance(file, str) else hashing.hash_of(span, item, file) for span, (item, file) in own]
 
 
-def features(plan: PlannedPrompt, own_hashes: Sequence[str]) -> Features | None:
-    """Return the features of a planned prompt without the items' tensors, or None if it has no media."""
+@dataclass(frozen=True, slots=True)
+class Tensors:
+    """Which tensors are sent for the media of a prompt."""
+
+    layouts: Mapping[Kind, PatchLayout]
+    """`Processor.vllm_items` of the checkpoint."""
+    family: str
+    """Name of the checkpoint's family."""
+
+    def require(self, request: TokenizeRequest) -> None:
+        """Raise InputError if the prompt has media whose tensors are not known."""
+        for media in request.media:
+            if media.kind not in self.layouts or media.is_embeddings:
+                noun = "embeddings" if media.is_embeddings else f"media of the kind {media.kind}"
+                raise InputError(
+                    f"mm_payload is tensors, which is not supported for {noun} of {self.family}; set mm_payload to "
+                    "none, or send the chat itself to a server that answers it",
+                    param="mm_payload",
+                )
+
+    def of(self, plan: PlannedPrompt) -> tuple[dict[str, list[Base64]], dict[str, list[Base64]]]:
+        """Return `kwargs_data` and `mm_metadata` of a prompt whose media are in shared memory."""
+        tensors: dict[str, list[Base64]] = {}
+        metadata: dict[str, list[Base64]] = {}
+        for span, ref in zip(plan.spans, plan.refs(), strict=True):
+            with attach(ref) as view:
+                payload = self.layouts[span.kind].encoded(view, MediaShape.of(view).grid)
+            tensors.setdefault(span.kind, []).append(_base64(payload.tensors))
+            metadata.setdefault(span.kind, []).append(_base64(payload.metadata))
+        return tensors, metadata
+
+
+def _base64(data: bytes) -> msgspec.Raw:
+    return msgspec.Raw(b'"%s"' % pybase64.b64encode(data))
+
+
+def features(plan: PlannedPrompt, own_hashes: Sequence[str], tensors: Tensors | None = None) -> Features | None:
+    """Return the features of a planned prompt, or None if it has no media.
+
+    Args:
+        plan: The prompt.
+        own_hashes: Hash of each item.
+        tensors: Which tensors of the items are sent. None means that none are sent.
+
+    """
     if not plan.spans:
         return None
+    sent = (None, None) if tensors is None else tensors.of(plan)
     hashes: dict[str, list[str]] = {}
     ranges: dict[str, list[PlaceholderRange]] = {}
     for span, own in zip(plan.spans, own_hashes, strict=True):
         start, stop = span.start - span.written_lead, span.stop + span.written_tail
         hashes.setdefault(span.kind, []).append(own)
         ranges.setdefault(span.kind, []).append({"offset": start, "length": stop - start})
-    return {"mm_hashes": hashes, "mm_placeholders": ranges, "kwargs_data": None, "mm_metadata": None}
+    return {"mm_hashes": hashes, "mm_placeholders": ranges, "kwargs_data": sent[0], "mm_metadata": sent[1]}
 
 
 def like_vllm(request: TokenizeRequest) -> TokenizeRequest:

@@ -130,9 +130,14 @@ class Call(OutputRules):
 
     @asynccontextmanager
     async def plans(
-        self, given: Sequence[Parse], *, field: str | None = None, known_media: KnownMedia | None = None
+        self,
+        given: Sequence[Parse],
+        *,
+        field: str | None = None,
+        known_media: KnownMedia | None = None,
+        fill: bool = False,
     ) -> AsyncIterator[Made[PlannedPrompt]]:
-        """Parse the prompts, limit their length, and plan them without preprocessing their media.
+        """Parse the prompts, limit their length, and plan them without preprocessing their media unless `fill`.
 
         Items in `known_media` are neither fetched nor planned again.
 
@@ -140,7 +145,7 @@ class Call(OutputRules):
         """
         await self.check_structure()
         limited = [partial(self._limited, parse, None) for parse in given]
-        make = self.service.worker.plan
+        make = partial(self.service.worker.plan, fill=fill)
         async with spooled_prompts(self.service, limited, self.clock, self.owner, field, make, known_media) as made:
             yield made
 

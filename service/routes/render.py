@@ -19,6 +19,7 @@ from mindie_mm.tokenize.requests import TokenizeRequest
 from service.render.answer import (
     GenerateRequest,
     Hashing,
+    Tensors,
     features,
     hashes_of,
     like_vllm,
@@ -57,7 +58,7 @@ class RenderCompletionBody(CompletionBody):
 @router.post("/v1/chat/completions/render", responses=answered(GenerateRequest))
 async def render_chat(body: RenderChatBody, incoming: IncomingDep) -> Response:
     """Return the token ids of a chat, and the places and hashes of its media."""
-    _require_enabled(incoming)
+    require_scale_out(incoming)
     _require_renderable(body)
     body = body.model_copy(update={"messages": await with_stored_files(body.messages, incoming)})
     chat = chat_of(body, incoming)
@@ -65,7 +66,8 @@ async def render_chat(body: RenderChatBody, incoming: IncomingDep) -> Response:
     async def answer() -> GenerateRequest:
         rendering = _Rendering.of(chat.call, body, body.mm_payload)
         parse = rendering.parse(chat.parse())
-        async with chat.call.plans([parse], field="messages", known_media=rendering.known) as made:
+        fill = rendering.tensors is not None
+        async with chat.call.plans([parse], field="messages", known_media=rendering.known, fill=fill) as made:
             (rendered,) = await rendering.rendered(made)
         return rendered
 
@@ -75,7 +77,7 @@ async def render_chat(body: RenderChatBody, incoming: IncomingDep) -> Response:
 @router.post("/v1/completions/render", responses=answered(GenerateRequest))
 async def render_completion(body: RenderCompletionBody, incoming: IncomingDep) -> Response:
     """Return the token ids of each prompt, as a list."""
-    _require_enabled(incoming)
+    require_scale_out(incoming)
     _require_renderable(body)
     given = body.prompts()
     if body.embeddings():
@@ -101,7 +103,8 @@ async def render_completion(body: RenderCompletionBody, incoming: IncomingDep) -
             ids = [ids for ids in given if not isinstance(ids, str)]
             return await rendering.rendered(await call.plans_of_ids(ids, options))
         parses = [rendering.parse(partial(request, text)) for text in texts]
-        async with call.plans(parses, known_media=rendering.known) as made:
+        fill = rendering.tensors is not None
+        async with call.plans(parses, known_media=rendering.known, fill=fill) as made:
             return await rendering.rendered(made)
 
     return WholeAnswer(answer, incoming.service.admission)
@@ -113,10 +116,11 @@ class _Rendering:
 
     call: Call
     body: GenerationBody
-    payload: Payload
     hashing: Hashing
     known: KnownMedia | None
-    """Media that were planned before. None if the plans of media are not kept."""
+    """Media that were planned before. None if the plans of media are not kept, or if their tensors are sent."""
+    tensors: Tensors | None
+    """Which tensors of media are sent, if `mm_payload` asks for them."""
 
     @classmethod
     def of(cls, call: Call, body: GenerationBody, payload: Payload) -> _Rendering:
@@ -125,22 +129,23 @@ class _Rendering:
         options = (getattr(body, name, None) for name in ("mm_processor_kwargs", "media_io_kwargs"))
         background = service.worker.config.media.rgba_background_color
         hashing = Hashing.of(service.model_id, background, *options)
+        if payload == "tensors":
+            traits = service.worker.tokenizer_stage.traits
+            return cls(call, body, hashing, None, Tensors(traits.vllm_items, traits.family))
         known = None
         if service.config.plan_cache_bytes and not service.worker.config.media.isolate_requests:
             known = KnownMedia(service.shared, hashing, call.owner, call.params.cache_salt)
-        return cls(call, body, payload, hashing, known)
+        return cls(call, body, hashing, known, None)
 
     def parse(self, parse: Parse) -> Parse:
         """Return the function that parses a prompt as the servers that get the answer would."""
         like = like_vllm if self.call.service.config.like == "vllm" else _unchanged
-        return lambda: like(require_no_pages(self._without_tensors(parse())))
+        return lambda: like(self._checked(require_no_pages(parse())))
 
-    def _without_tensors(self, request: TokenizeRequest) -> TokenizeRequest:
-        """Return the prompt. Raise InputError if it has media whose tensors are requested."""
-        if request.media and self.payload == "tensors":
-            raise InputError(
-                "mm_payload is tensors, which is not supported; set mm_payload to none", param="mm_payload"
-            )
+    def _checked(self, request: TokenizeRequest) -> TokenizeRequest:
+        """Return the prompt. Raise InputError if it has media whose tensors are requested, but not known."""
+        if self.tensors is not None:
+            self.tensors.require(request)
         return request
 
     async def rendered(self, made: Made[PlannedPrompt]) -> list[GenerateRequest]:
@@ -151,7 +156,8 @@ class _Rendering:
             hashes = await in_thread(partial(hashes_of, plan, media, self.hashing)) if plan.spans else []
             if self.known is not None and hashes:
                 self.known.keep(index, [item for item, _ in media], plan, hashes)
-            answers.append(self._answer(plan, hashes, f"-{index}" if several else ""))
+            answer = partial(self._answer, plan, hashes, f"-{index}" if several else "")
+            answers.append(answer() if self.tensors is None else await in_thread(answer))
         return answers
 
     def _answer(self, plan: PlannedPrompt, hashes: Sequence[str], suffix: str) -> GenerateRequest:
@@ -160,9 +166,9 @@ class _Rendering:
         room = info.max_model_len - len(plan) if info.max_output_len is None else info.max_output_len
         return {
             "request_id": call.id + suffix,
-            "token_ids": msgspec.Raw(msgspec.json.encode(plan.ids.tolist())),
+            "token_ids": msgspec.Raw(msgspec.json.encode(plan.plain_ids.tolist())),
             "token_offsets": None,
-            "features": features(plan, hashes),
+            "features": features(plan, hashes, self.tensors),
             "content_parts": None,
             "sampling_params": sampling_params(call.params, body.bad_words, room, call.n),
             "model": body.model,
@@ -183,10 +189,10 @@ def _unchanged(request: TokenizeRequest) -> TokenizeRequest:
     return request
 
 
-def _require_enabled(incoming: Incoming) -> None:
+def require_scale_out(incoming: Incoming) -> None:
     """Raise HTTPException unless the setting `enable_scale_out` is on."""
     if not incoming.service.config.enable_scale_out:
-        raise HTTPException(403, "this service does not serve /render; start it with --enable-scale-out")
+        raise HTTPException(403, "this service does not serve this route; start it with --enable-scale-out")
 
 
 def _require_renderable(body: GenerationBody) -> None:

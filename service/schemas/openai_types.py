@@ -125,7 +125,7 @@ class GenerationBody(Body, StructureFields, ExtraFields):
         own = {
             "min_tokens": self.same("min_tokens", "min_new_tokens"),
             "top_k": 0 if self.top_k == -1 else self.top_k,
-            "logit_bias": _by_id(self.logit_bias) if self.logit_bias else None,
+            "logit_bias": biases_by_id(self.logit_bias) if self.logit_bias else None,
             "json_schema": None,  # the body's fields with these names become `structure`
             "structured_outputs": None,
         }
@@ -284,7 +284,8 @@ class CompletionBody(GenerationBody):
 DEFAULT_COMPLETION_TOKENS = 16
 
 
-def _by_id(biases: dict[str, float]) -> dict[int, float]:
+def biases_by_id(biases: dict[str, float]) -> dict[int, float]:
+    """Return biases by token id. Raise InputError if a key is no id in decimal digits."""
     if bad := [token for token in biases if not _ID.fullmatch(token)]:
         named = ", ".join(repr(token[:40]) for token in bad[:_MAX_NAMED])
         more = f" and {len(bad) - _MAX_NAMED} more" if len(bad) > _MAX_NAMED else ""

@@ -83,8 +83,10 @@ class AsyncTokenizer(Supervised, TokenizerStage):
         prompts: list[Prompt] = await self._answered(lambda number: Tokenize(number, [*requests]))
         return prompts
 
-    async def plan(self, requests: Sequence[TokenizeRequest]) -> list[PlannedPrompt]:
-        plans: list[PlannedPrompt] = await self._answered(lambda number: Tokenize(number, [*requests], plans=True))
+    async def plan(self, requests: Sequence[TokenizeRequest], *, fill: bool = False) -> list[PlannedPrompt]:
+        plans: list[PlannedPrompt] = await self._answered(
+            lambda number: Tokenize(number, [*requests], plans=True, fill=fill)
+        )
         return plans
 
     async def cut(
@@ -144,13 +146,11 @@ def _hand_over(reply: Tokenized | Planned | CutUp | Failed, waiting: asyncio.Fut
     elif isinstance(reply, CutUp):
         if not waiting.done():
             waiting.set_result(reply.clips)
-    elif isinstance(reply, Planned):
-        if not waiting.done():
-            waiting.set_result(reply.prompts())
-    elif waiting.done():
+    elif not waiting.done():
+        waiting.set_result(reply.prompts())
+    else:
         with logged("the blocks of an aborted request cannot be freed"):  # removing its directory frees them later
             for prompt in reply.prompts():
-                for ref in prompt.refs():
-                    free(ref)
-    else:
-        waiting.set_result(reply.prompts())
+                if (prompt.ids < 0).any():
+                    for ref in prompt.refs():
+                        free(ref)

@@ -22,7 +22,9 @@ class Tokenize(msgspec.Struct, frozen=True, array_like=True, tag="tokenize"):
     requests: list[TokenizeRequest]
     """Prompts of the request."""
     plans: bool = False
-    """Whether to plan the prompts without preprocessing their media."""
+    """Whether to reply with planned prompts."""
+    fill: bool = True
+    """Whether to preprocess the media. It may be false only for planned prompts."""
 
 
 class Cut(msgspec.Struct, frozen=True, array_like=True, tag="cut"):

@@ -93,7 +93,7 @@ class Server:
                 given = asked.speech, Path(asked.folder), asked.max_bytes, asked.domain
                 reply = CutUp(number, await self._prompts.stage.cut(*given, always=asked.always))
             elif asked.plans:
-                reply = Planned.of(number, await self._prompts.plan(asked.requests))
+                reply = Planned.of(number, await self._prompts.plan(asked.requests, fill=asked.fill))
             else:
                 reply = Tokenized.of(number, await self._prompts.make(asked.requests))
         except asyncio.CancelledError:

@@ -49,11 +49,14 @@ class TokenizerStage(ABC):
         """
 
     @abstractmethod
-    async def plan(self, requests: Sequence[TokenizeRequest]) -> list[PlannedPrompt]:
+    async def plan(self, requests: Sequence[TokenizeRequest], *, fill: bool = False) -> list[PlannedPrompt]:
         """Return the prompts of `requests` without preprocessing their media, and without using the arena.
+
+        With `fill`, the media are preprocessed as in `tokenize_together`.
 
         Raises:
             InputError: A request is invalid.
+            ArenaFull: Not enough memory for the media became free in time.
             ProcessDied: The process died, or the tokenizer is closed.
             NoProcess: No process was ready in time.
 

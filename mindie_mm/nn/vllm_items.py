@@ -1,0 +1,155 @@
+"""Media items of vLLM's payloads: the preprocessed tensors of one image or video, in MessagePack.
+
+vLLM's /render returns an item for each image as base64, and its /inference/v1/generate reads them. An item is a map
+from the key of a tensor to `data`, the dtype, shape and bytes of the tensor, and to `field`, how vLLM joins it with
+those of other items (`vllm/v1/serial_utils.py` and `vllm/multimodal/inputs.py` in vLLM 0.32).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+from msgspec.msgpack import Ext
+from numpy.typing import NDArray
+
+from mindie_mm.errors import InputError, MediaError
+
+Arrays = Mapping[str, NDArray[Any]]
+
+_RAW = 3
+"""MessagePack extension type of the bytes of a tensor."""
+_MAX_AXES = 8
+
+_Size = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
+_Shape = Annotated[tuple[_Size, ...], msgspec.Meta(max_length=_MAX_AXES)]
+
+
+class Element(msgspec.Struct, frozen=True):
+    """A tensor of an item."""
+
+    data: tuple[str, _Shape, Ext]
+    """Dtype, shape, and bytes in little-endian order."""
+    field: Any = None
+    """How vLLM joins the tensors of several items. Ignored when an item is read."""
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decoder = msgspec.msgpack.Decoder(dict[str, Element])
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """An item as vLLM's /render returns it."""
+
+    tensors: bytes
+    """All tensors of the item."""
+    metadata: bytes
+    """The tensors that vLLM keeps on the CPU, such as the grid."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Patches:
+    """An item that was read, with its patches as vLLM has them."""
+
+    grid: tuple[int, ...]
+    """Number of patches along time, height and width."""
+    num_features: int
+    pixels: NDArray[np.uint8]
+    """uint8 [t * h * w, 3, temporal, patch * patch]."""
+
+
+class PatchLayout(msgspec.Struct, frozen=True):
+    """The tensors of an item that consists of patches. vLLM has its pixels as uint8, before they are normalized.
+
+    A row of vLLM's pixels has the axes (channel, time, row, column), and a row of this package's block (time, row,
+    column, channel). vLLM repeats the frame of an image in time.
+    """
+
+    pixels: str
+    """Name of the pixels in a block and in vLLM, such as `pixel_values`."""
+    grid: str
+    """vLLM's name of the number of patches along time, height and width."""
+    patch_size: int
+    temporal_patch_size: int
+    merge_size: int
+    """Side of the square of patches that becomes one feature, in patches."""
+
+    def encoded(self, arrays: Arrays, grid: tuple[int, ...]) -> Payload:
+        """Return the item whose block has `arrays`. `grid` is its `Plan.grid`."""
+        stored = arrays[self.pixels]
+        frames = stored.reshape(len(stored), -1, self.patch_size**2, 3)
+        planes = np.empty((len(stored), 3, self.temporal_patch_size, self.patch_size**2), np.uint8)
+        planes[...] = frames.transpose(0, 3, 1, 2)
+        # vLLM's `slices` also have the rows of items that it preprocessed with this one, but it does not read them.
+        flat = {"keep_on_cpu": False, "slices": [[[0, len(stored), None]]], "dim": 0}
+        metadata = {self.grid: _element(np.array(grid[:3], np.int64), ["batched", {"keep_on_cpu": True}])}
+        pixels = _element(planes.reshape(len(stored), -1), ["flat", flat])
+        return Payload(_encode({self.pixels: pixels, **metadata}), _encode(metadata))
+
+    def read(self, item: bytes) -> Patches:
+        """Read an item without copying its pixels.
+
+        Raises:
+            MediaError: The item is not valid.
+            InputError: A tensor is missing, or has another dtype or shape than this layout.
+
+        """
+        try:
+            elements = _decoder.decode(item)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise MediaError(f"the item is not a map of tensors in MessagePack: {error}") from None
+        grid = _tensor(elements, self.grid, "int64")
+        if grid.shape != (3,) or grid.min() < 1:
+            raise InputError(f"{self.grid} has the shape {grid.shape} or numbers below 1; it must be three numbers")
+        t, h, w = (int(number) for number in grid)
+        pixels = _tensor(elements, self.pixels, "uint8")
+        expected = (t * h * w, 3 * self.temporal_patch_size * self.patch_size**2)
+        if pixels.shape != expected:
+            raise InputError(
+                f"{self.pixels} has the shape {pixels.shape}, but {self.grid} is {(t, h, w)}, which needs the shape "
+                f"{expected}"
+            )
+        planes = pixels.reshape(len(pixels), 3, self.temporal_patch_size, self.patch_size**2)
+        return Patches((t, h, w), t * h * w // self.merge_size**2, planes)
+
+    def write(self, item: Patches, arrays: Arrays) -> None:
+        """Write an item that was read to the arrays of its block.
+
+        Raises:
+            InputError: The block stores one frame of an image, but the frames of the item differ.
+
+        """
+        stored = arrays[self.pixels].reshape(len(item.pixels), -1, self.patch_size**2, 3)
+        num_stored = stored.shape[1]
+        stored[...] = item.pixels.transpose(0, 2, 3, 1)[:, :num_stored]
+        if any(
+            (item.pixels[:, :, at] != item.pixels[:, :, 0]).any() for at in range(num_stored, self.temporal_patch_size)
+        ):
+            raise InputError(f"the frames of an image in {self.pixels} differ; they must be equal")
+
+
+def _element(array: NDArray[Any], field: list[Any]) -> Element:
+    return Element((str(array.dtype), array.shape, Ext(_RAW, array.data.cast("B"))), field)
+
+
+def _tensor(elements: Mapping[str, Element], key: str, dtype: str) -> NDArray[Any]:
+    """Return a tensor of an item as an array over the item's bytes."""
+    if (element := elements.get(key)) is None:
+        raise InputError(f"the item has no tensor {key}; it has {', '.join(sorted(elements))[:200] or 'no tensors'}")
+    stated, shape, raw = element.data
+    if stated != dtype:
+        advice = ". Start vLLM's render server with --mm-device-do-normalize" if dtype == "uint8" else ""
+        raise InputError(f"{key} has the dtype {stated[:40]!r}; it must be {dtype}{advice}")
+    num_bytes, data = math.prod(shape) * np.dtype(dtype).itemsize, memoryview(raw.data)
+    if raw.code != _RAW or len(data) != num_bytes:
+        raise InputError(
+            f"{key} has {len(data)} bytes of the extension type {raw.code}; its dtype {dtype} and shape {shape} need "
+            f"{num_bytes} bytes of the type {_RAW}"
+        )
+    array: NDArray[Any] = np.frombuffer(data, np.dtype(dtype).newbyteorder("<")).reshape(shape)
+    return array

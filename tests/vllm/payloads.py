@@ -1,0 +1,142 @@
+"""Script that stores vLLM's payloads and answers to them: `python -m tests.vllm.payloads VLLM`.
+
+VLLM is the command `vllm` of an environment of its own. The script starts `vllm serve --enable-scale-out` on a small
+checkpoint of Qwen2-VL, on the CPU. With --check, it compares the payloads and answers with the stored ones instead, and
+requires that vLLM's answers to the payloads of `mindie-mm render` equal those to its own.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tests.vllm.checkpoints import write
+from tools.arguments import parser
+from tools.demo import data_url, picture
+from tools.serving import running_service
+
+FAMILY = "qwen2vl"
+STORED = Path(__file__).parent / "payloads" / f"{FAMILY}.json.gz"
+RENDER, GENERATE = "/v1/chat/completions/render", "/inference/v1/generate"
+_PORT = 8192
+_OPTIONS = ("--dtype", "float32", "--max-model-len", "1024", "--enforce-eager", "--enable-scale-out")
+_START_TIMEOUT_S = 600.0
+_TOLERANCE = 1e-4
+
+
+def stored() -> dict[str, Any]:
+    """Return the stored chats by name, each with vLLM's payload and vLLM's answer to the payload."""
+    with gzip.open(STORED, "rt") as file:
+        chats: dict[str, Any] = json.load(file)["chats"]
+    return chats
+
+
+def tensors(payload: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the decoded items of a payload with images."""
+    items = [msgspec.msgpack.decode(base64.b64decode(one)) for one in payload["features"]["kwargs_data"]["image"]]
+    for item in items:
+        item["pixel_values"]["field"][1].pop("slices", None)  # they depend on earlier requests, and are not read
+    return items
+
+
+def scores(choice: dict[str, Any]) -> tuple[list[int], list[float]]:
+    """Return the tokens of a choice and their log-probabilities."""
+    return choice["token_ids"], [one["logprob"] for one in choice["logprobs"]["content"]]
+
+
+def asked(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Return the answer to a request."""
+    request = urllib.request.Request(url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request) as answer:
+        found: dict[str, Any] = json.load(answer)
+        return found
+
+
+def chats() -> dict[str, dict[str, Any]]:
+    """Return the chats to store."""
+    red, blue = picture("red", (220, 40, 40), "square", x=0.4), picture("blue", (40, 60, 220), "circle", x=0.5)
+    pictures = {"one": [red.resize((64, 48))], "two": [blue.resize((70, 60)), red.resize((120, 50))]}
+    settings = {"model": FAMILY, "max_tokens": 8, "temperature": 0, "logprobs": True, "top_logprobs": 3}
+    found = {}
+    for name, images in pictures.items():
+        parts = [{"type": "image_url", "image_url": {"url": data_url(image)}} for image in images]
+        content = [*parts, {"type": "text", "text": "What is it?"}]
+        found[name] = {"messages": [{"role": "user", "content": content}], **settings}
+    return found
+
+
+@contextmanager
+def vllm_server(vllm: str, folder: str) -> Iterator[str]:
+    """Run vLLM with an engine on the checkpoint in `folder`, and yield its URL."""
+    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"}
+    command = [vllm, "serve", FAMILY, "--port", str(_PORT), *_OPTIONS]
+    process = subprocess.Popen(command, cwd=folder, env=environment)
+    url, deadline = f"http://127.0.0.1:{_PORT}", time.monotonic() + _START_TIMEOUT_S
+    try:
+        while True:
+            try:
+                urllib.request.urlopen(f"{url}/health").close()
+                break
+            except OSError:
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise RuntimeError("vLLM did not start") from None
+                time.sleep(1)
+        yield url
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def differences(url: str, folder: Path) -> Iterator[str]:
+    """Yield how vLLM's answers differ from the stored ones, and from those to the payloads of `mindie-mm render`."""
+    given = {"model_id": FAMILY, "served_model_name": FAMILY, "max_model_len": 1024, "generation_config": "vllm"}
+    given["spool"] = str(folder / "spool")
+    with running_service(given, folder / "log", folder / FAMILY, command="render") as running:
+        for name, chat in stored().items():
+            theirs, ours = (asked(one, RENDER, chat["chat"]) for one in (url, running.url))
+            for what, payload in (("vLLM", theirs), ("mindie-mm render", ours)):
+                if tensors(payload) != tensors(chat["render"]):
+                    yield f"{name}: other tensors from {what}"
+                tokens, logprobs = scores(asked(url, GENERATE, payload)["choices"][0])
+                stored_tokens, stored_logprobs = scores(chat["answer"]["choices"][0])
+                apart = max(abs(one - other) for one, other in zip(logprobs, stored_logprobs, strict=True))
+                if tokens != stored_tokens or apart > _TOLERANCE:
+                    yield f"{name}: another answer to the payload of {what}"
+
+
+def main() -> None:
+    """Write or compare the payloads and answers."""
+    arguments = parser(__doc__)
+    arguments.add_argument("vllm", metavar="VLLM")
+    arguments.add_argument("--check", action="store_true", help="compare with the stored ones")
+    given = arguments.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        write(FAMILY, Path(folder, FAMILY))
+        with vllm_server(given.vllm, folder) as url:
+            if given.check:
+                found = [*differences(url, Path(folder))]
+                sys.exit("; ".join(found) or None)
+            version = json.load(urllib.request.urlopen(f"{url}/version"))["version"]
+            made = {}
+            for name, chat in chats().items():
+                rendered = asked(url, RENDER, chat)
+                made[name] = {"chat": chat, "render": rendered, "answer": asked(url, GENERATE, rendered)}
+    text = json.dumps({"vllm": version, "chats": made})
+    STORED.write_bytes(gzip.compress(text.encode(), mtime=0))
+
+
+if __name__ == "__main__":
+    main()

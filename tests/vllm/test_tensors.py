@@ -1,0 +1,53 @@
+"""Tests for the tensors of images against the stored digests of vLLM's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from msgspec.json import encode
+
+from mindie_mm.errors import InputError
+from mindie_mm.inputs import media_defaults, parse_messages, with_defaults
+from mindie_mm.settings.config import MediaCaps
+from mindie_mm.shm import release
+from mindie_mm.tokenize import Tokenizer
+from mindie_mm.tokenize.requests import TokenizeRequest
+from service.render.answer import Hashing, Tensors, features, like_vllm
+from tests.vllm.stored import stored_chats
+from tests.vllm.tensors import STORED, items_of
+
+FAMILIES = json.loads(STORED.read_text())
+CHATS = stored_chats()
+REFUSED = {"min_pixels and max_pixels"}
+"""Chats that may be refused, because an option is beyond the checkpoint's limits."""
+OTHER_PIXELS = {"PNG I;16", "PNG with a transparent color"}
+"""Chats whose images look otherwise in vLLM (docs/render.md)."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tensors_equal_vllms(family: str, tmp_path: Path) -> None:
+    from tests.vllm.checkpoints import write
+
+    different, path_file = [], tmp_path / "shm_name.txt"
+    path_file.touch(0o600)
+    with Tokenizer.from_pretrained(write(family, tmp_path / family)) as tokenizer:
+        traits = tokenizer.prompts.traits
+        tensors = Tensors(traits.vllm_items, traits.family)
+        for name, expected in FAMILIES[family].items():
+            body = CHATS[name]
+            options = (body.get("mm_processor_kwargs"), body.get("media_io_kwargs"))
+            messages = with_defaults(parse_messages(body["messages"], by_uuid=True), media_defaults(*options))
+            request = like_vllm(TokenizeRequest(messages=messages, path_file=str(path_file)))
+            try:
+                (plan,) = tokenizer.run(tokenizer.prompts.plan([request], fill=True))
+            except InputError:
+                different += [] if name in REFUSED else [name]
+                continue
+            hashing = Hashing.of(family, MediaCaps().rgba_background_color, *options)
+            found = features(plan, [(media, []) for media in request.media], hashing, tensors)
+            release(path_file)
+            if items_of(json.loads(encode(found))) != expected:
+                different.append(name)
+    assert {*different} == OTHER_PIXELS
