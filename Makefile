@@ -187,6 +187,8 @@ VLLM ?= vllm
 
 test-vllm: install
 	$(BIN)/python -m tests.vllm.record --check $(VLLM)
+	$(BIN)/python -m tests.vllm.tensors --check $(VLLM)
+	$(BIN)/python -m tests.vllm.payloads --check $(VLLM)
 
 # LoRA adapters that peft writes. --no-deps, because .venv has the other packages that peft requires.
 build/peft/installed: .venv/installed

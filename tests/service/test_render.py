@@ -127,7 +127,11 @@ def test_completions_are_a_list(render: httpx2.Client) -> None:
 def test_requests_that_cannot_be_rendered_are_refused(render: httpx2.Client, red_square: str) -> None:
     broken = "data:image/png;base64," + base64.b64encode(b"no image").decode()
     for body, status, message in (
-        (chat(red_square), 400, "mm_payload is tensors"),
+        (
+            chat(red_square),
+            400,
+            "mm_payload is tensors, which is not supported for media of the kind image of Qwen25Omni",
+        ),
         (chat("http://127.0.0.1/a.png"), 400, "mm_payload is tensors"),  # before it is fetched
         (chat(red_square, mm_payload="all"), 400, "mm_payload"),
         (chat(broken, mm_payload="none"), 400, "media item 0 (image)"),
@@ -227,14 +231,16 @@ def test_the_context_of_published_checkpoints_is_known(name: str, sizes: tuple[i
 def test_only_routes_without_a_model_are_served(render: httpx2.Client, renderer: RunningService) -> None:
     for path in ("/health", "/metrics", "/v1/models", "/version", "/openapi.json"):
         assert render.get(path).status_code == 200, path
-    for path in ("/v1/chat/completions", "/v1/completions", "/infer", "/admin/reload"):
+    for path in ("/v1/chat/completions", "/v1/completions", "/infer", "/inference/v1/generate"):
         assert render.post(path, json={}).status_code == 404, path
     assert renderer.announcement.startswith("mindie_mm renders prompts of ")
 
 
 def test_a_service_refuses_to_render_unless_it_is_enabled(http: httpx2.Client) -> None:
-    for path in ("/v1/chat/completions/render", "/v1/completions/render"):
-        answer = http.post(path, json={"messages": [{"role": "user", "content": "Hello!"}], "prompt": "Hello!"})
+    body = {"messages": [{"role": "user", "content": "Hello!"}], "prompt": "Hello!"}
+    body |= {"token_ids": [1], "sampling_params": {}}
+    for path in ("/v1/chat/completions/render", "/v1/completions/render", "/inference/v1/generate"):
+        answer = http.post(path, json=body)
         assert (answer.status_code, "--enable-scale-out" in answer.json()["error"]["message"]) == (403, True)
 
 
