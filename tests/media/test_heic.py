@@ -107,10 +107,14 @@ def test_limits_apply_before_decoding():
         decoded(tiled(TILES[:1], grid_head(256, 256, 16_384, 16_384), size_of(16_384, 16_384)))
 
 
-def test_a_frame_larger_than_stated_is_refused():
+def test_a_frame_of_another_size_than_stated_is_refused():
     kind, data, (setup, _, colours) = ONE
-    for height, width in ((96, 127), (8, 8), (97, 128)):
-        with pytest.raises(MediaError, match=r"HEIC image of .* is broken"):
+    for (height, width), message in (
+        ((8, 8), r"HEIC image of .* is broken"),  # FFmpeg stops before the size is known
+        ((96, 127), "states tiles of 127x96 pixels, but one of 128x96 pixels was decoded"),
+        ((97, 128), "states tiles of 128x97 pixels, but one of 128x96 pixels was decoded"),
+    ):
+        with pytest.raises(MediaError, match=message):
             decoded(heif([(kind, data, [setup, size_of(height, width), colours])]))
 
 

@@ -6,6 +6,7 @@ import tracemalloc
 import warnings
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -28,6 +29,12 @@ def test_jpegs_decode_as_pillow_decodes_them(name, data):
     assert np.array_equal(pixels, EncodedImage.open(data).decode())
     assert pixels.shape == (image.height, image.width, 3)
     assert np.array_equal(pixels, load_image(data))
+
+
+def test_an_image_of_another_size_than_planned_is_refused_with_both_sizes():
+    planned = replace(EncodedImage.open(encoded(photograph("coffee.png", (120, 80)), "PNG")), height=40)
+    with pytest.raises(MediaError, match="states 120x40 pixels, but 120x80 pixels were decoded"):
+        planned.decode()
 
 
 @pytest.mark.parametrize("name", PHOTOGRAPHS)

@@ -126,11 +126,11 @@ class EncodedImage:
         """Return RGB pixels, uint8 [height, width, 3]. Call this method only once.
 
         Raises:
-            MediaError: The image is broken or truncated.
+            MediaError: The image is broken or truncated, or has another size than its header states.
 
         """
         try:
-            return np.asarray(pil_to_rgb(self.file, self.background, self.significant_bits, negative=self.is_negative))
+            rgb = np.asarray(pil_to_rgb(self.file, self.background, self.significant_bits, negative=self.is_negative))
         except MemoryError:
             raise
         except Exception:  # noqa: BLE001 - for broken data, a decoder may raise any exception
@@ -139,6 +139,13 @@ class EncodedImage:
             ) from None
         finally:
             self.file.close()  # otherwise, the file keeps its decoded pixels until the whole prompt is processed
+        height, width, _ = rgb.shape
+        if (height, width) != (self.height, self.width):  # a prompt was planned, and perhaps rendered, with its size
+            raise MediaError(
+                f"the header of the {self.file.format} image states {self.width}x{self.height} pixels, but "
+                f"{width}x{height} pixels were decoded"
+            )
+        return rgb
 
 
 @dataclass(frozen=True, slots=True)

@@ -174,7 +174,10 @@ def _decoded(items: Items, grid: _Grid, described_by: int, form: str) -> NDArray
             context = _decoder(setup or b"", grid.tile_height * grid.tile_width)
         frame = _frame(context, items.content(tile))
         if (frame.height, frame.width) != (grid.tile_height, grid.tile_width):
-            raise ValueError("a tile has another size than the file states")
+            raise MediaError(
+                f"the header of the HEIC image states tiles of {grid.tile_width}x{grid.tile_height} pixels, but one of "
+                f"{frame.width}x{frame.height} pixels was decoded"
+            )
         row, column = index // grid.columns * grid.tile_height, index % grid.columns * grid.tile_width
         matrix, color_range = _colours(items, (described_by, tile), frame)
         converted = scaler.reformat(
