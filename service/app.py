@@ -170,6 +170,7 @@ def create_app(
         lifespan=lifespan,
         openapi_url=None,  # `describe` adds /openapi.json. FastAPI's documentation pages load scripts from another host
         redirect_slashes=False,  # behind a TLS proxy, a redirect would make clients repeat the body over http
+        telemetry={"tracing": False, "metrics": False, "logs": False},  # the service has its own
     )
     add_front(app, config, clients, admission, metrics, tracer, is_outer=not replica)
     modules = (

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from secrets import token_hex
 from typing import Any
 
+import numpy as np
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -28,7 +29,7 @@ _log = logging.getLogger("service.access")
 BODY_IDLE_S = 30.0
 """Maximum pause in seconds while a request's body is received. A client that pauses for longer gets status 408."""
 
-_BETWEEN_VALUES = (b",", b"[", b"{")
+_BETWEEN_VALUES = tuple(b",[{")
 """Characters that precede a JSON value. Every value except the first is preceded by at least one of them.
 
 These characters are counted in strings, too, but base64 contains none of them.
@@ -143,6 +144,13 @@ class Middleware:
         for key in filter(None, (*self._clients.keys, self._config.admin_key)):
             path = path.replace(key, MASK)
         return path if _PATH.fullmatch(path.replace(MASK, "")) else None
+
+
+def _num_values(body: bytes) -> int:
+    """Return the number of characters of `_BETWEEN_VALUES` in a piece of a body."""
+    # bytes.count takes three times as long, which counts in bodies with media.
+    characters = np.frombuffer(body, np.uint8)
+    return sum(int(np.count_nonzero(characters == one)) for one in _BETWEEN_VALUES)
 
 
 def _with_route_path(scope: Scope, root: str | None) -> Scope:
@@ -275,7 +283,7 @@ class _Body:
         if self._is_held:
             self._middleware.held_bytes += num_bytes
         if self._is_json:
-            self._num_values += sum(map(message.get("body", b"").count, _BETWEEN_VALUES))
+            self._num_values += _num_values(message.get("body", b""))
         if self._num_values > (most := self._config.max_request_values):
             raise HTTPException(413, f"the request body has more JSON values than the limit of {most}")
         self._check(self._num_bytes)

@@ -201,6 +201,11 @@ def features(plan: PlannedPrompt, own_hashes: Sequence[str], tensors: Tensors | 
     return {"mm_hashes": hashes, "mm_placeholders": ranges, "kwargs_data": sent[0], "mm_metadata": sent[1]}
 
 
+def num_bytes(media: Sequence[tuple[Media, Paths | str]]) -> int:
+    """Return the total size in bytes of the files that `hashes_of` reads."""
+    return sum(files.stat().st_size for _, files in media if isinstance(files, Path))
+
+
 def like_vllm(request: TokenizeRequest) -> TokenizeRequest:
     """Return a prompt that is tokenized as in vLLM, which ignores `detail` of images."""
     return msgspec.structs.replace(request.with_media(_like_vllm), options=replace(request.options, like_vllm=True))

@@ -22,7 +22,7 @@ from mindie_mm.inputs import ALL_KINDS, EMBEDDINGS_KEYS, KINDS, MAX_LISTED_FRAME
 from mindie_mm.media.fetch.http import fetch
 from mindie_mm.media.fetch.threads import Threads
 from mindie_mm.media.fetch.urls import base64_size, base64_start, decode_base64, file_url_path, scheme_of
-from mindie_mm.processes.tasks import gather, in_thread
+from mindie_mm.processes.tasks import gather, off_loop
 from mindie_mm.settings.config import ServiceConfig
 from service.request.file_types import HEAD_BYTES, extension, is_base64_media
 from service.request.quota import NO_FILES, ItemQuota, MediaQuota
@@ -160,7 +160,8 @@ class MediaPolicy:
     def remove(self, directory: Path) -> None:
         """Delete a request's media files but not its path file. Call this method only when no file is being written."""
         for kind in ALL_KINDS:
-            shutil.rmtree(directory / kind, ignore_errors=True)
+            if (folder := directory / kind).exists():  # `rmtree` takes longer to find that nothing is there
+                shutil.rmtree(folder, ignore_errors=True)
         self._quota.free(directory.name)
 
     async def _spool_item(self, what: str, item: Media, stem: Path, request: _Request) -> Paths:
@@ -184,12 +185,12 @@ class MediaPolicy:
         with naming(what):
             if isinstance(source, bytes):  # kept from an earlier request
                 request.spend(len(source))
-                return await in_thread(lambda: _write(source, stem))
+                return await off_loop(len(source), lambda: _write(source, stem))
             _require_unicode(source)
             scheme = scheme_of(source)
             if scheme in ("http", "https"):
                 data = await self._fetch(source, request)
-                return await in_thread(lambda: _write(data, stem))
+                return await off_loop(len(data), lambda: _write(data, stem))
             # Base64 of a JPEG also starts with a slash.
             if scheme == "file" or (source.startswith("/") and not is_base64_media(source)):
                 path = file_url_path(source) if scheme else source
@@ -200,8 +201,8 @@ class MediaPolicy:
             if scheme not in ("", "data"):
                 raise MediaError(f"the URL has the scheme {scheme[:16]!r}; it must be http, https, data or file")
             start = base64_start(source) if scheme else 0
-            request.spend(base64_size(source, start))
-            return await in_thread(lambda: _write(decode_base64(source, start), stem))
+            request.spend(size := base64_size(source, start))
+            return await off_loop(len(source) + size, lambda: _write(decode_base64(source, start), stem))
 
     async def _fetch(self, url: str, request: _Request) -> bytes:
         async with self._fetching:

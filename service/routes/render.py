@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from mindie_mm.errors import InputError, LimitExceeded
-from mindie_mm.processes.tasks import in_thread
+from mindie_mm.processes.tasks import in_thread, off_loop
 from mindie_mm.tokenize.prompt import PlannedPrompt
 from mindie_mm.tokenize.requests import TokenizeRequest
 from service.render.answer import (
@@ -23,6 +23,7 @@ from service.render.answer import (
     features,
     hashes_of,
     like_vllm,
+    num_bytes,
     require_no_pages,
     sampling_params,
 )
@@ -153,7 +154,7 @@ class _Rendering:
         several = len(made.results) > 1
         answers = []
         for index, (plan, media) in enumerate(zip(made.results, made.media, strict=True)):
-            hashes = await in_thread(partial(hashes_of, plan, media, self.hashing)) if plan.spans else []
+            hashes = await off_loop(num_bytes(media), partial(hashes_of, plan, media, self.hashing))
             if self.known is not None and hashes:
                 self.known.keep(index, [item for item, _ in media], plan, hashes)
             answer = partial(self._answer, plan, hashes, f"-{index}" if several else "")

@@ -1,4 +1,4 @@
-"""Tests that texts, color profiles and EXIF data of any size do not prevent the decoding of an image."""
+"""Tests for chunks of a PNG: texts and profiles of any size do not prevent decoding, and the orientation is found."""
 
 import io
 import struct
@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image, PngImagePlugin
+from PIL import Image, ImageOps, PngImagePlugin
 
 from mindie_mm.errors import LimitExceeded, MediaError
 from mindie_mm.media.guard.segments import MAX_PARTS
 from mindie_mm.media.image import png_chunks
 from mindie_mm.media.image.encoded_image import open_image
-from mindie_mm.media.image.png_chunks import without_texts
+from mindie_mm.media.image.png_chunks import with_tidy_chunks
 from tests.attacks.pictures import chunk
 from tests.media_samples import encoded, photograph
 
@@ -88,7 +88,7 @@ def test_texts_with_the_orientation_are_limited_together(kind, keyword):
     """Twenty texts of 1.2 MB together would need gigabytes of memory if they were decompressed."""
     head = keyword + (b"\0\0" if kind == b"zTXt" else b"\0\1\0\0\0")
     small = chunk(kind, head + zlib.compress(bytes(png_chunks.MAX_TEXT_BYTES // 20)))
-    assert b"zTXt" not in without_texts(with_chunks(*[small] * 20))
+    assert b"zTXt" not in with_tidy_chunks(with_chunks(*[small] * 20))
     for texts in ([small] * 21, [chunk(kind, head + zlib.compress(bytes(60_000_000)))] * 20):
         tracemalloc.start()
         with pytest.raises(LimitExceeded, match=f"more bytes than the limit of {png_chunks.MAX_TEXT_BYTES} when"):
@@ -115,7 +115,7 @@ def test_of_xmp_only_the_orientation_is_kept(form, size):
         "compressed iTXt": b"XML:com.adobe.xmp\0\1\0en\0name\0" + zlib.compress(xmp),
     }
     png = with_chunks(chunk(form[-4:].encode(), content[form]))
-    assert len(without_texts(png)) < len(encoded(PHOTO, "PNG")) + 100
+    assert len(with_tidy_chunks(png)) < len(encoded(PHOTO, "PNG")) + 100
     assert np.array_equal(open_image(png).decode(), np.rot90(PIXELS, -1))
 
 
@@ -132,6 +132,39 @@ def test_the_last_of_several_texts_counts():
     turned = chunk(b"tEXt", b"XML:com.adobe.xmp\0" + XMP)
     assert open_image(with_chunks(upright, turned)).height == 90
     assert open_image(with_chunks(turned, upright)).height == 60
+
+
+EXIF = Image.Exif()
+EXIF[0x0112] = 8
+TURNS = {
+    "eXIf": chunk(b"eXIf", EXIF.tobytes()[6:]),
+    "XMP": chunk(b"iTXt", b"XML:com.adobe.xmp\0\0\0\0\0" + XMP),
+    "upright XMP": chunk(b"tEXt", b"XML:com.adobe.xmp\0none"),
+}
+NEXT_FRAME = chunk(b"fcTL", struct.pack(">5L2H2B", 1, 90, 60, 0, 0, 1, 10, 0, 0))
+
+
+@pytest.mark.parametrize("is_animated", [False, True])
+@pytest.mark.parametrize("front", [(), *([name] for name in TURNS)], ids=str)
+@pytest.mark.parametrize(
+    "behind", [*([name] for name in TURNS), ["XMP", "upright XMP"], ["XMP", "eXIf"], ["eXIf", "XMP"]], ids=str
+)
+@pytest.mark.parametrize("after_next", [False, True])
+def test_an_orientation_behind_the_pixels_is_found_where_pillow_finds_it(is_animated, front, behind, after_next):
+    early, late = ([TURNS[name] for name in names] for names in (front, behind))
+    png = with_chunks(*early, *([chunk(b"acTL", struct.pack(">2L", 2, 0))] if is_animated else []))
+    frame = [NEXT_FRAME] if is_animated else []
+    png = png[:-12] + b"".join([*frame, *late] if after_next else [*late, *frame]) + png[-12:]
+    expected = ImageOps.exif_transpose(Image.open(io.BytesIO(png)))
+    image = open_image(png)
+    assert (image.width, image.height) == expected.size
+    assert np.array_equal(image.decode(), np.asarray(expected))
+
+
+def test_an_orientation_behind_the_pixels_needs_no_check_sum():
+    """Pillow compares the check sums only of the chunks in front of the pixels."""
+    png = with_chunks(TURNS["eXIf"][:-4] + b"bad!", at_end=True)
+    assert np.array_equal(open_image(png).decode(), np.rot90(PIXELS))
 
 
 def test_an_error_states_the_size_of_the_file():
@@ -160,9 +193,9 @@ def test_many_texts_are_refused_before_they_are_removed(monkeypatch: pytest.Monk
     texts = with_chunks(chunk(b"tEXt", b"a\0") * (MAX_PARTS + 1))
     monkeypatch.setattr(png_chunks, "_chunks", None)
     with pytest.raises(LimitExceeded, match="or more chunks"):
-        without_texts(texts)
+        with_tidy_chunks(texts)
 
 
 def test_texts_behind_the_end_are_not_read() -> None:
-    png = without_texts(encoded(PHOTO, "PNG")) + chunk(b"tEXt", b"a\0")
-    assert without_texts(png) == png
+    png = with_tidy_chunks(encoded(PHOTO, "PNG")) + chunk(b"tEXt", b"a\0")
+    assert with_tidy_chunks(png) == png

@@ -66,7 +66,7 @@ async def test_white_space_in_base64_does_not_count(tmp_path: Path, source: str)
         await MediaPolicy(ServiceConfig(max_item_bytes=3)).spool([Media("image", source)], tmp_path)
 
 
-async def test_base64_is_decoded_off_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_base64_is_decoded_off_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     threads = []
 
     def noted(*args: Any, **kwargs: Any) -> bytes:
@@ -75,7 +75,7 @@ async def test_base64_is_decoded_off_the_event_loop(tmp_path: Path, monkeypatch:
 
     decode = pybase64.b64decode
     monkeypatch.setattr("pybase64.b64decode", noted)
-    await MediaPolicy(ServiceConfig()).spool([Media("image", "data:;base64,AAAA")], tmp_path)
+    await MediaPolicy(ServiceConfig()).spool([Media("image", "data:;base64," + "AAAA" * 2**18)], tmp_path)
     assert threads
     assert threading.get_ident() not in threads
 

@@ -14,6 +14,8 @@ from mindie_mm.media.image.encoded_image import open_image
 from mindie_mm.shm import Ref, arenas_of, attach
 from mindie_mm.shm.format.item import ITEM
 from mindie_mm.tokenize import Tokenizer
+from tests.attacks.pictures import chunk
+from tests.heic_samples import coded, heif
 from tests.media_samples import encode_video, encoded, moving_frames, photograph
 
 
@@ -34,6 +36,12 @@ def upright(picture: Image.Image) -> bytes:
 def xmp() -> PngInfo:
     info = PngInfo()
     info.add_itxt("XML:com.adobe.xmp", '<x:xmpmeta xmlns:x="adobe:ns:meta/"><a tiff:Orientation="6"/></x:xmpmeta>')
+    return info
+
+
+def long_text() -> PngInfo:
+    info = PngInfo()
+    info.add_text("workflow", "x" * 2_000_000)
     return info
 
 
@@ -115,6 +123,12 @@ def saved(mode: str, file_format: str, **options: object) -> bytes:
     return encoded(photograph(size=(300, 100)).convert(mode), file_format, **options)
 
 
+def turned_at_end() -> bytes:
+    """Return a PNG whose orientation is behind its pixels."""
+    png = saved("RGB", "PNG")
+    return png[:-12] + chunk(b"eXIf", turned().tobytes()[6:]) + png[-12:]
+
+
 UNDECODED = {
     "JPEG": jpeg(),
     "progressive JPEG": jpeg(progressive=True),
@@ -126,6 +140,8 @@ UNDECODED = {
     "PNG with palette": saved("P", "PNG"),
     "PNG with orientation": saved("RGB", "PNG", exif=turned()),
     "PNG with XMP": saved("RGB", "PNG", pnginfo=xmp()),
+    "PNG with orientation behind its pixels": turned_at_end(),
+    "PNG with a long text": saved("RGB", "PNG", pnginfo=long_text()),
     "AVIF": saved("RGB", "AVIF"),
     "GIF": saved("P", "GIF"),
     "BMP": saved("RGB", "BMP"),
@@ -134,10 +150,19 @@ UNDECODED = {
     "WebP with alpha": saved("RGBA", "WEBP"),
     "JPEG 2000": saved("RGB", "JPEG2000"),
     "PPM": saved("RGB", "PPM"),
-    "H.264": encode_video(moving_frames(17)),
-    "VP9": encode_video(moving_frames(9), container="webm", codec="libvpx-vp9"),
+    "ICO": saved("RGBA", "ICO", sizes=[(256, 100)]),
+    "HEIC": heif([coded(np.asarray(photograph(size=(300, 100))))]),
 }
-"""Media that are planned without decoding them."""
+"""Images that are planned without decoding them."""
+UNDECODED_VIDEOS = {
+    "H.264 in MP4": encode_video(moving_frames(17)),
+    "H.264 in MOV": encode_video(moving_frames(9), container="mov"),
+    "HEVC in MKV": encode_video(moving_frames(9), container="matroska", codec="libx265"),
+    "VP8 in WebM": encode_video(moving_frames(9), container="webm", codec="libvpx"),
+    "VP9 in WebM": encode_video(moving_frames(9), container="webm", codec="libvpx-vp9"),
+    "AV1 in MP4": encode_video(moving_frames(9), codec="libsvtav1"),
+}
+"""Videos that are planned without decoding them."""
 UNCOUNTED = encode_video(moving_frames(9), codec="mpeg4")
 """A video whose frames are counted by decoding, because its packets may hold several frames or none."""
 
@@ -162,16 +187,19 @@ def no_decoding(monkeypatch) -> None:
         monkeypatch.setattr(place, decode)
 
 
-@pytest.mark.parametrize("name", UNDECODED)
+@pytest.mark.parametrize(
+    "item",
+    [*({"image": image} for image in UNDECODED.values()), *({"video": video} for video in UNDECODED_VIDEOS.values())],
+    ids=[*UNDECODED, *UNDECODED_VIDEOS],
+)
 @pytest.mark.usefixtures("no_decoding")
-def test_media_are_planned_without_decoding(tokenizer, name):
-    kind = "video" if name in {"H.264", "VP9"} else "image"
-    plan = tokenizer.plan(chat({kind: UNDECODED[name]}))
+def test_media_are_planned_without_decoding(tokenizer, item):
+    plan = tokenizer.plan(chat(item))
     assert plan.spans[0].num_features > 1
 
 
 @pytest.mark.usefixtures("no_decoding")
-@pytest.mark.parametrize("name", ["PNG with orientation", "PNG with XMP"])
+@pytest.mark.parametrize("name", ["PNG with orientation", "PNG with XMP", "PNG with orientation behind its pixels"])
 def test_the_orientation_of_a_png_is_found_without_decoding(name):
     opened = open_image(UNDECODED[name])
     assert (opened.width, opened.height) == (100, 300)

@@ -34,7 +34,7 @@ from mindie_mm.media.image.colours import (
 from mindie_mm.media.image.heic import HeicImage
 from mindie_mm.media.image.heif_boxes import is_heif
 from mindie_mm.media.image.icons import ICON_START, picture_of_icon
-from mindie_mm.media.image.png_chunks import without_texts
+from mindie_mm.media.image.png_chunks import with_tidy_chunks
 from mindie_mm.settings.config import MAX_IMAGE_PIXELS, Colour
 from mindie_mm.settings.environment import limit_jpeg_scans_in_tiffs
 
@@ -47,9 +47,6 @@ Pillow can read more formats. Some of its decoders are written in Python, and ta
 formats cannot be detected by content.
 """
 _FORMATS_OF_PILLOW = tuple(name for name in FORMATS if name not in {"HEIC", "PPM"})
-
-_EXIF_MARKS = (b"eXIf", b"XML:com.adobe.xmp", b"Raw profile type")
-"""Texts at the start of chunks of a PNG that may contain an orientation."""
 
 Pixels = NDArray[np.uint8]
 """RGB pixels, uint8 [height, width, 3] for an image and [frames, height, width, 3] for a video."""
@@ -97,16 +94,16 @@ class EncodedImage:
             if data.startswith(ICON_START):
                 data = picture_of_icon(data)
             if data.startswith(PNG_START):
-                data = without_texts(data)
+                data = with_tidy_chunks(data)
             file = _open_file(data)
             width, height = file.size
-            add_picture(width, height)  # before reading the orientation, which may decode the image
+            add_picture(width, height)
             if data.startswith(JPEG_START):  # `file.format` is MPO for a JPEG with several images
                 check_scans(data, width, height, up_to_end=True)
             work().is_rgb &= file.mode == "RGB"
             mend_transparency(file)
             mend_byte_order(file)
-            orientation = _orientation(file, data)
+            orientation = _orientation(file)
         except (Image.DecompressionBombError, Image.DecompressionBombWarning):
             raise _beyond_pillows_limit() from None
         except (LimitExceeded, MemoryError):
@@ -250,19 +247,12 @@ def _beyond_pillows_limit() -> LimitExceeded:
     )
 
 
-def _orientation(file: Image.Image, data: bytes) -> Any:
-    """Return the EXIF orientation of a file, or 1 if it has none.
-
-    Pillow decodes a PNG to find chunks behind the pixels. This function does so only if there may be such a chunk.
-    """
+def _orientation(file: Image.Image) -> Any:
+    """Return the EXIF orientation of a file, or 1 if it has none."""
     if file.format != "PNG":
         return orientation_of(file)
-    last = max(data.rfind(mark) for mark in _EXIF_MARKS)
-    if last < 0:
-        return 1
-    if last < data.find(b"IDAT"):
-        return Image.Image.getexif(file).get(ORIENTATION_TAG, 1)  # does not decode, in contrast to PngImageFile's
-    return orientation_of(file)
+    # PngImageFile's `getexif` would decode the image. `with_tidy_chunks` has moved the orientation in front.
+    return Image.Image.getexif(file).get(ORIENTATION_TAG, 1)
 
 
 def resize(rgb: Pixels, height: int, width: int, resample: Resample = "bicubic") -> Pixels:

@@ -1,6 +1,7 @@
-"""Removal of the chunks of a PNG that have no part in its pixels.
+"""Removal of the chunks of a PNG that have no part in its pixels, and moving of its orientation before the pixels.
 
-Pillow limits texts to 1 MiB, and color profiles, too. Editors and generators of images write larger ones.
+Pillow limits texts to 1 MiB, and color profiles, too. Editors and generators of images write larger ones. To find an
+orientation behind the pixels, Pillow decodes them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from mindie_mm.media.guard.segments import PNG_START, check_parts
 MAX_TEXT_BYTES = 2**24
 """Maximum size in bytes of all decompressed texts of an image that may contain the orientation."""
 _UNUSED = frozenset({b"tEXt", b"zTXt", b"iTXt", b"iCCP"})
+_EXIF_CHUNK = b"eXIf"
 _XMP, _EXIF = b"XML:com.adobe.xmp", b"Raw profile type exif"
 _WITH_ORIENTATION = (_XMP + b"\0", _EXIF + b"\0")
 """Keywords of texts that may contain the orientation of the image."""
@@ -29,11 +31,13 @@ _BLOCK = 2**10
 """Number of bytes to decompress at a time. They become at most about 1 MiB."""
 
 
-def without_texts(png: bytes) -> bytes:
-    """Return `png` without its texts and its color profile, which this package does not apply.
+def with_tidy_chunks(png: bytes) -> bytes:
+    """Return `png` without its texts and its color profile, and with its orientation before the pixels.
 
-    Of XMP, only the orientation is kept. EXIF data are kept without compression, because Pillow limits only compressed
-    texts to 1 MiB.
+    This package does not apply color profiles. Of XMP, only the orientation is kept. EXIF data are kept without
+    compression, because Pillow limits only compressed texts to 1 MiB. Both are moved before the pixels if Pillow would
+    find them behind the pixels. Pillow does not search there if there is an eXIf chunk before the pixels, and only up
+    to the next frame of an animation.
 
     Raises:
         LimitExceeded: The texts that may contain the orientation have more than `MAX_TEXT_BYTES` bytes together, or the
@@ -41,17 +45,30 @@ def without_texts(png: bytes) -> bytes:
         zlib.error: A compressed text is broken.
 
     """
-    if not any(kind in png for kind in _UNUSED):
-        return png
     check_parts(png)  # before the loop over the chunks
-    pieces: list[bytes | memoryview] = []
+    front: list[bytes | memoryview] = []
+    rest: list[bytes | memoryview] = []
     view, behind, inflation = memoryview(png), 0, _Inflation()
+    has_exif = is_animated = is_over = is_changed = False
+    pieces = front
     for kind, start, stop in _chunks(png):
-        if kind in _UNUSED:
-            kept = png.startswith(_WITH_ORIENTATION, start + 8, stop - 4)
-            pieces += [view[behind:start], _kept(kind, view[start + 8 : stop - 4], inflation) if kept else b""]
+        if kind == b"IDAT" and pieces is front:
+            front.append(view[behind:start])
+            pieces, behind = rest, start
+        elif kind == b"acTL":
+            is_animated = png[start + 8 : start + 12] > b"\0\0\0\1"
+        elif kind == b"fcTL" and pieces is rest:
+            is_over = is_over or is_animated
+        elif kind == _EXIF_CHUNK and pieces is front:
+            has_exif = True
+        elif kind in _UNUSED or kind == _EXIF_CHUNK:
+            is_changed = True
+            pieces.append(view[behind:start])
             behind = stop
-    return b"".join([*pieces, view[behind:]])
+            is_read = pieces is front or not (has_exif or is_over)
+            if is_read and (kind == _EXIF_CHUNK or png.startswith(_WITH_ORIENTATION, start + 8, stop - 4)):
+                front.append(_kept(kind, view[start + 8 : stop - 4], inflation))
+    return b"".join([*front, *rest, view[behind:]]) if is_changed else png
 
 
 def _chunks(png: bytes) -> Iterator[tuple[bytes, int, int]]:
@@ -86,10 +103,9 @@ class _Inflation:
 
 
 def _kept(kind: bytes, content: memoryview, inflation: _Inflation) -> bytes:
-    """Return a small text chunk that replaces a chunk of kind `kind`.
-
-    It has the orientation from XMP, or the EXIF data.
-    """
+    """Return a chunk with what is needed of a chunk of the kind `kind`: the orientation, or the EXIF data."""
+    if kind == _EXIF_CHUNK:
+        return _chunk(kind, bytes(content))
     keyword = _XMP if bytes(content[: len(_XMP)]) == _XMP else _EXIF
     text = _pieces(kind, content[len(keyword) + 1 :], inflation)
     return _chunk(b"tEXt", keyword + b"\0" + (_orientation(text) if keyword is _XMP else b"".join(text)))
