@@ -126,10 +126,11 @@ class Device(ABC):
         """Return the amount of memory that a model and its KV cache may still use, in bytes."""
 
     @abstractmethod
-    def peak_bytes(self, work: Callable[[], object], scale: float = 1.0) -> int:
-        """Return the peak memory in bytes that `work` adds. Run `work` unless the device `computes_peaks`.
+    def peak_bytes(self, work: Callable[[], object], scale: float = 1.0) -> Callable[[], int]:
+        """Return a function that returns the peak memory in bytes that `work` adds.
 
-        Such a device multiplies the size of each tensor by `scale`, which is 1 for other devices.
+        A device that `computes_peaks` multiplies the size of each tensor by `scale`, which is 1 for other devices. It
+        may compute several peaks side by side, until the function is called. Other devices run `work` at once.
         """
 
     def grown_bytes(self, work: Callable[[], object]) -> int:
@@ -205,7 +206,7 @@ def default_num_threads() -> int:
     return torch.get_num_threads() if has_thread_count() else available_cpus()
 
 
-def allocator_peak_bytes(runtime: Any, index: int | None, work: Callable[[], object]) -> int:
+def allocator_peak_bytes(runtime: Any, index: int | None, work: Callable[[], object]) -> Callable[[], int]:
     """Implement `Device.peak_bytes` with the caching allocator of `runtime`, a module such as torch.cuda."""
     runtime.synchronize(index)
     runtime.empty_cache()
@@ -215,4 +216,4 @@ def allocator_peak_bytes(runtime: Any, index: int | None, work: Callable[[], obj
     runtime.synchronize(index)
     taken = int(runtime.max_memory_reserved(index)) - int(before)
     runtime.empty_cache()
-    return taken
+    return lambda: taken

@@ -141,7 +141,7 @@ class CUDA(Device):
     def free_bytes(self) -> int:
         return torch.cuda.mem_get_info(self.index)[0]
 
-    def peak_bytes(self, work: Callable[[], object], scale: float = 1.0) -> int:
+    def peak_bytes(self, work: Callable[[], object], scale: float = 1.0) -> Callable[[], int]:
         return allocator_peak_bytes(torch.cuda, self.index, work)
 
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
 from threading import RLock
 from types import ModuleType
 from typing import Any
@@ -55,6 +56,9 @@ _ROOTS = (
 """Modules that are imported with all modules below them."""
 _PASSED = {"torch._dynamo": frozenset({"allow_in_graph", "assume_constant_result", "disable"})}
 """Decorators that only concern compiled code. An engine compiles nothing, so they return the function as it is."""
+
+
+_MODELS = "transformers.models"
 
 
 class LateName:
@@ -127,6 +131,8 @@ class _LateFinder(MetaPathFinder, Loader):
         self.roots: set[str] = set()
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
+        if fullname == _MODELS:
+            _read_names_once()
         root = _root(fullname)
         if root not in self.roots:
             return None
@@ -166,6 +172,19 @@ def import_at_once() -> None:
     """
     assert not any(isinstance(module, _LateModule) for module in sys.modules.values())
     sys.meta_path.remove(_finder)
+
+
+def _read_names_once() -> None:
+    """Let `transformers.models` take the names of all models from transformers, which has read them from 2,000 files.
+
+    transformers' own cache forgets them meanwhile, because it has fewer places than there are models.
+    """
+    utils: Any = sys.modules.get("transformers.utils.import_utils")
+    if (read := getattr(utils, "create_import_structure_from_path", None)) is None:
+        return  # a version that reads them in another way
+    models = Path(utils.__file__).parents[1] / "models"  # the key of the cache's last place
+    own = str(models / "__init__.py")
+    utils.create_import_structure_from_path = lambda path: read(models if path == own else path)
 
 
 def _root(module: str) -> str:

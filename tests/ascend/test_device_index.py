@@ -25,7 +25,7 @@ def opened() -> dict[str, Any]:
     free = first.free_bytes(), second.free_bytes()
     kept = torch.empty(2**28, dtype=torch.uint8, device=second.torch_device)
     found["taken"] = free[0] - first.free_bytes() < 2**20, free[1] - second.free_bytes() >= 2**28
-    found["peak"] = second.peak_bytes(kept.clone) >= 2**28
+    found["peak"] = second.peak_bytes(kept.clone)() >= 2**28
     found["before"] = torch.npu.current_device()
     found["used"] = str(ALONE.open_device("npu:1").torch_device)
     found["after"] = torch.npu.current_device()

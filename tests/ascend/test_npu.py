@@ -34,7 +34,7 @@ def opened() -> dict:
         "kind": kind_of(device.torch_device).name,
         "bfloat16": str(device.default_dtype(torch.bfloat16)),
         "float32": str(device.default_dtype(torch.float32)),
-        "peak": device.peak_bytes(lambda: torch.empty(3 * 2**20, dtype=torch.uint8, device="npu")),
+        "peak": device.peak_bytes(lambda: torch.empty(3 * 2**20, dtype=torch.uint8, device="npu"))(),
     }
     kept.append(torch.empty(2**28, dtype=torch.uint8, device="npu"))
     return found | {"taken": before - device.free_bytes()}

@@ -1047,7 +1047,7 @@ class FamilyContract:
         prompt = next(iter(tokenized.values()))
         before = self.logits(model, prompt)
         for work in works:
-            computed, allocated = CPU().peak_bytes(work), allocated_peak_bytes(work)
+            computed, allocated = CPU().peak_bytes(work)(), allocated_peak_bytes(work)
             assert allocated - 2**18 <= computed <= 5 * allocated + 2**19
         torch.testing.assert_close(self.logits(model, prompt), before, rtol=0, atol=0)
 

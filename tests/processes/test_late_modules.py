@@ -56,6 +56,19 @@ USES = {
 }
 
 
+NAMES = """
+from transformers.utils import import_utils
+read = import_utils.create_import_structure_from_path
+misses = read.cache_info().misses
+import transformers.models
+assert read.cache_info().misses == misses > 400
+path = transformers.models.__file__
+found = import_utils.define_import_structure(path)
+read.cache_clear()
+assert found == import_utils.define_import_structure.__wrapped__(path)
+"""
+
+
 def run(code):
     subprocess.run([sys.executable, "-c", START + dedent(code)], check=True, timeout=120)
 
@@ -75,3 +88,7 @@ def test_a_module_that_is_not_installed_is_not_found():
         sys.path[:] = [entry for entry in sys.path if "site-packages" not in entry]
         assert importlib.util.find_spec("scipy") is None
     """)
+
+
+def test_the_names_of_all_models_are_read_once():
+    run(NAMES)

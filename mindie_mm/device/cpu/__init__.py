@@ -7,6 +7,7 @@ import math
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -99,17 +100,26 @@ class CPU(Device):
     def free_bytes(self) -> int:
         return host_memory.available_bytes()
 
-    def peak_bytes(self, work: Callable[[], object], scale: float = 1.0) -> int:
+    def peak_bytes(self, work: Callable[[], object], scale: float = 1.0) -> Callable[[], int]:
         if dist.is_initialized():  # the ranks' collective operations need real tensors
-            return math.ceil(allocated_peak_bytes(work) * scale)
-        try:
-            return computed_peak_bytes(work, scale)
-        except RuntimeError as error:  # the family may come from another package, and its shapes may depend on values
-            _log.warning("the memory of a step cannot be computed from shapes (%s); the step is run instead", error)
-            return math.ceil(allocated_peak_bytes(work) * scale)
+            return partial(_allocated, work, scale)
+        computed = computed_peak_bytes(work, scale)
+
+        def peak() -> int:
+            try:
+                return computed()
+            except RuntimeError as error:  # the family may be from another package, and shapes may depend on values
+                _log.warning("the memory of a step cannot be computed from shapes (%s); the step is run instead", error)
+                return _allocated(work, scale)
+
+        return peak
 
     def grown_bytes(self, work: Callable[[], object]) -> int:
         return host_memory.grown_bytes(work)
+
+
+def _allocated(work: Callable[[], object], scale: float) -> int:
+    return math.ceil(allocated_peak_bytes(work) * scale)
 
 
 def _compile_quantized(module: torch.nn.Module) -> None:

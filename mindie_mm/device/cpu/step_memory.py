@@ -35,23 +35,53 @@ _MOST_WRITTEN = 4096  # a pipe takes this at once
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def computed_peak_bytes(work: Callable[[], object], scale: float = 1.0) -> int:
-    """Return an upper bound of the memory in bytes that `work` allocates at the same time, without running it.
+class _Computation:
+    """A forked process that computes a bound."""
+
+    def __init__(self, pid: int, reading: int) -> None:
+        self._pid = pid
+        self._reading = reading
+        self._outcome: str | None = None
+
+    def wait(self) -> str:
+        """Wait for the end of the process, and return what it has written."""
+        if self._outcome is None:
+            with os.fdopen(self._reading, "rb") as file:
+                self._outcome = file.read().decode()
+            os.waitpid(self._pid, 0)
+            _running.remove(self)
+        return self._outcome
+
+    def num_bytes(self) -> int:
+        if not (outcome := self.wait()).isdecimal():
+            raise RuntimeError(outcome or "the process died")
+        return int(outcome)
+
+
+_running: list[_Computation] = []
+"""At most one for each thread of this process."""
+
+
+def computed_peak_bytes(work: Callable[[], object], scale: float = 1.0) -> Callable[[], int]:
+    """Start to compute an upper bound of the memory in bytes that `work` allocates at a time, without running it.
 
     The bound is 1.25 times the peak of the tensors' sizes. A tensor below 32 MiB counts twice, because the C library
     puts it in its heap, where free pieces may be too small for the next tensor.
 
     A forked process computes the bound, because models keep tensors for later steps, such as positions. In this
-    process, they would keep fake ones.
+    process, they would keep fake ones. Several processes run at the same time, one for each thread of this process.
 
     Args:
         work: Function that runs the step.
         scale: Number by which the size of each tensor is multiplied.
 
-    Raises:
-        RuntimeError: The process fails, for example because `work` depends on values that only a real run computes.
+    Returns:
+        Function that waits for the bound. It raises RuntimeError if the process fails, for example because `work`
+        depends on values that only a real run computes.
 
     """
+    while len(_running) >= torch.get_num_threads():
+        _running[0].wait()
     reading, writing = os.pipe()
     with warnings.catch_warnings():  # the process uses neither the threads of this process nor their locks
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -59,12 +89,8 @@ def computed_peak_bytes(work: Callable[[], object], scale: float = 1.0) -> int:
     if pid == 0:
         _write_peak(writing, work, scale)
     os.close(writing)
-    with os.fdopen(reading, "rb") as file:
-        outcome = file.read().decode()
-    os.waitpid(pid, 0)
-    if not outcome.isdecimal():
-        raise RuntimeError(outcome or "the process died")
-    return int(outcome)
+    _running.append(started := _Computation(pid, reading))
+    return started.num_bytes
 
 
 def _write_peak(writing: int, work: Callable[[], object], scale: float) -> NoReturn:

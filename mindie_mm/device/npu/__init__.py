@@ -162,7 +162,7 @@ class NPU(Device):
         torch.zeros(1, device=self.torch_device)  # initialize the NPU, because CANN requires this for the query
         return int(_npu().mem_get_info(self.index)[0])
 
-    def peak_bytes(self, work: Callable[[], object], scale: float = 1.0) -> int:
+    def peak_bytes(self, work: Callable[[], object], scale: float = 1.0) -> Callable[[], int]:
         return allocator_peak_bytes(_npu(), self.index, work)
 
 

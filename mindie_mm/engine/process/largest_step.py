@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ from mindie_mm.shm import ArraySpec
 from mindie_mm.shm.format.item import MediaShape
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _SHORT = 16
 """Number of tokens of the real step that checks the computed memory."""
@@ -116,10 +117,10 @@ class WorstCase:
         """
         # The parts add up, because a step's features exist while the decoder runs, and captured graphs keep their
         # memory.
-        parts = [max(self._decoder(kinds), self._sampling(), key=lambda part: part.num_bytes)]
         given = (*kinds, PROMPT) if self._model.traits.takes_prompt_embeds else kinds
-        if given:
-            parts.append(max((self._features(kind) for kind in given), key=lambda part: part.num_bytes))
+        # All parts start before the first is awaited, because a device may compute several at the same time.
+        started = [(*self._decoder(kinds), self._sampling()), tuple(map(self._features, given))]
+        parts = [max((part() for part in group), key=lambda part: part.num_bytes) for group in started if group]
         if self._model.spec.device.type != "cpu":
             parts.append(Part("prefetched media", fetched_bytes(self._config.max_tower_bytes), "max_tower_bytes"))
         if not isinstance(self._model, Seq2SeqModel) and captures_graphs(type(self._device), self._config):
@@ -129,12 +130,19 @@ class WorstCase:
             parts += self._unseen(parts)
         return Step(tuple(parts))
 
-    def _peak_bytes(self, name: str, works: list[Callable[[], object]], settings: str, scale: float = 1.0) -> int:
-        """Return the largest peak of `works`. If a rank fails, raise its error on all ranks."""
+    def _part(
+        self, name: str, works: list[Callable[[], object]], settings: str, scale: float = 1.0
+    ) -> Callable[[], Part]:
+        """Start `works`, and return a function that returns the part with their largest peak."""
+        peaks = self._on_all(name, settings, lambda: [self._device.peak_bytes(work, scale) for work in works])
+        return lambda: Part(name, self._on_all(name, settings, lambda: max(peak() for peak in peaks)), settings)
 
-        def peak() -> int:
+    def _on_all(self, name: str, settings: str, measure: Callable[[], T]) -> T:
+        """Call a function on all ranks. If a rank fails, raise its error on all ranks."""
+
+        def measured() -> T:
             try:
-                return max(self._device.peak_bytes(work, scale) for work in works)
+                return measure()
             except MindieMMError:
                 raise
             except Exception as error:
@@ -142,9 +150,9 @@ class WorstCase:
                     f"{name}, which requests may cause, fails on {self._device.torch_device}: {error}. Lower {settings}"
                 ) from error
 
-        return self._ranks.run_on_all(peak)
+        return self._ranks.run_on_all(measured)
 
-    def _decoder(self, kinds: tuple[Kind, ...]) -> Part:
+    def _decoder(self, kinds: tuple[Kind, ...]) -> list[Callable[[], Part]]:
         most, settings = self._max_model_len, "max_model_len"
         if (
             not isinstance(self._model, Seq2SeqModel) and not self._model.traits.joins_items
@@ -155,15 +163,14 @@ class WorstCase:
         # A step that computes a whole request needs no mask, so that a slightly shorter step may need more memory.
         sizes = {most, max(1, min(most, self._max_model_len - 1))}
         name = f"a prefill of {most} tokens"
-        prefill = Part(name, self._peak_bytes(name, [self._prefill(size) for size in sizes], settings), settings)
+        prefill = self._part(name, [self._prefill(size) for size in sizes], settings)
         if isinstance(self._model, Seq2SeqModel) or not self._model.spec.state_bytes:
-            return prefill
+            return [prefill]
         # A decode step copies the states of all requests in each layer.
         rows = min(self._config.max_num_seqs, self._config.max_num_batched_tokens)
         cache = self._model.spec.allocate_cache(1, block_size(self._model.spec, self._config), 1, is_shared=True)
         name, settings = f"a decode step of {rows} requests", "max_num_seqs"
-        decode = self._peak_bytes(name, [self._decode(self._model, cache, rows, 1)], settings)
-        return max(prefill, Part(name, decode, settings), key=lambda part: part.num_bytes)
+        return [prefill, self._part(name, [self._decode(self._model, cache, rows, 1)], settings)]
 
     def _prefill(self, num_tokens: int) -> Callable[[], object]:
         """Return a prefill of the last `num_tokens` tokens of the longest request. All tokens are media features."""
@@ -186,8 +193,8 @@ class WorstCase:
             torch.arange(min(num_tokens, max(self._config.max_num_seqs, PROMPT_ROWS)), device=spec.device),
         )
 
-    def _sampling(self) -> Part:
-        """Return the memory for drawing the tokens of a step, with log-probabilities."""
+    def _sampling(self) -> Callable[[], Part]:
+        """Start with the memory for drawing the tokens of a step, with log-probabilities."""
         spec = self._model.spec
         rows = min(self._config.max_num_seqs, self._config.max_num_batched_tokens)
         params = SamplingParams(temperature=1.0, top_k=2, top_p=0.5, min_p=0.1, seed=0)
@@ -209,8 +216,7 @@ class WorstCase:
             raw = logits.clone()
             score(raw, sample(logits, [request] * rows, ()), _MOST_LOGPROBS)
 
-        name, settings = f"sampling of {rows} tokens", "max_num_seqs"
-        return Part(name, self._peak_bytes(name, [draw], settings), settings)
+        return self._part(f"sampling of {rows} tokens", [draw], "max_num_seqs")
 
     def _graphs(self, model: Model) -> Part:
         """Return the memory that captured decode steps keep in their common memory pool."""
@@ -219,7 +225,7 @@ class WorstCase:
         blocks = most_blocks(most, self._max_model_len, size)
         cache = spec.allocate_cache(1, size, num_slots=1, is_shared=True)
         name, settings = f"captured decode steps of {most} requests", "max_num_seqs, or set enforce_eager"
-        step = self._peak_bytes(name, [self._decode(model, cache, most, blocks)], settings)
+        step = self._part(name, [self._decode(model, cache, most, blocks)], settings)().num_bytes
         # Sizes of graphs are powers of two. All smaller graphs together need at most the memory of the largest graph,
         # and may have been captured before it.
         return Part(name, 2 * step + most * spec.vocab_size * torch.float32.itemsize, settings)
@@ -259,8 +265,8 @@ class WorstCase:
         decoding = model.encode_prompt(ids, [Splice(np.arange(num_tokens), features)])
         model.decode(decoding, [model.rules.start_token_id])
 
-    def _features(self, kind: Kind) -> Part:
-        """Return the memory for the features of the media in one step. PROMPT stands for embeddings of the prompt."""
+    def _features(self, kind: Kind) -> Callable[[], Part]:
+        """Start with the memory for the features of the media in one step. PROMPT stands for prompt embeddings."""
         name = "embeddings of the prompt" if kind == PROMPT else f"the tower on {kind}s"
         settings = "max_tower_tokens, max_tower_bytes or max_model_len"
         largest = self._largest_plan(kind)
@@ -271,7 +277,7 @@ class WorstCase:
                     kind,
                     self._max_model_len,
                 )
-            return Part(name, 0, settings)
+            return lambda: Part(name, 0, settings)
         plan, _ = largest
         config = self._config
         features = plan.num_features
@@ -281,19 +287,24 @@ class WorstCase:
         total = copies * features
         few = min(copies, 2) if self._device.computes_peaks else copies
 
-        def peak(one: tuple[Plan, Write]) -> int:
+        def part(one: tuple[Plan, Write]) -> Callable[[], Part]:
             # A computed peak grows at most in proportion to the number of equal items, from two items on.
             scale = total / (few * one[0].num_features)
-            return self._peak_bytes(name, [self._encode(kind, *one, few)], settings, scale)
+            return self._part(name, [self._encode(kind, *one, few)], settings, scale)
 
         name = f"{name} ({total} features)"
+        pieces: list[tuple[Plan, Write]] = []
         if self._device.computes_peaks and features > _LARGE:
-            pieces = [self._piece(kind, largest, part) for part in (_LARGE // 4, _LARGE // 2)]
-            if len({piece.num_features for piece, _ in pieces}) == 2:
-                smaller, larger = map(peak, pieces)
-                if larger <= _LINEAR * smaller:
-                    return Part(name, larger, settings)
-        return Part(name, peak(largest), settings)
+            pieces = [self._piece(kind, largest, wanted) for wanted in (_LARGE // 4, _LARGE // 2)]
+        if len({piece.num_features for piece, _ in pieces}) < 2:
+            return part(largest)
+        started = [part(piece) for piece in pieces]
+
+        def whole() -> Part:
+            smaller, larger = (one() for one in started)
+            return larger if larger.num_bytes <= _LINEAR * smaller.num_bytes else part(largest)()
+
+        return whole
 
     def _piece(self, kind: Kind, whole: tuple[Plan, Write], wanted: int) -> tuple[Plan, Write]:
         """Return a plan for a piece of the largest item, with about `wanted` features.
