@@ -29,7 +29,8 @@ from mindie_mm.models._phi4_multimodal_long_rope import LONG_ROPE
 from mindie_mm.nn.checkpoint.config_keys import Keys
 from mindie_mm.nn.checkpoint.config_only import ConfigOnly
 from mindie_mm.nn.checkpoint.missing_files import VOCABULARIES
-from mindie_mm.nn.family import Family, PretrainedFamily
+from mindie_mm.nn.family import Family
+from mindie_mm.nn.pretrained_family import PretrainedFamily
 from tools.small_parts import SECTIONS, TOKENS, write_adapters
 
 WIDTH, HEADS, INNER, EXPERTS = 32, 2, 128, 4

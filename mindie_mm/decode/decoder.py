@@ -13,6 +13,7 @@ from mindie_mm.decode.decoder_messages import (
     DecoderFailure,
     FromDecoder,
     PlanItem,
+    Planned,
     Refused,
     ToDecoder,
     Written,
@@ -22,7 +23,7 @@ from mindie_mm.decode.planning import plan_item
 from mindie_mm.decode.scratch import Scratch
 from mindie_mm.errors import LimitExceeded, MediaError, MindieMMError, OperationalError
 from mindie_mm.media.guard.caps import decoding_to_count, under
-from mindie_mm.nn.family import Plan, Processor, Write
+from mindie_mm.nn.family import Processor, Write
 from mindie_mm.processes.receiving import ReceivingChannel
 from mindie_mm.settings.config import MediaCaps
 
@@ -57,7 +58,7 @@ class Decoder:
             except Exception as error:  # noqa: BLE001 - an error fails the item, not the process
                 return _refused(error)
 
-    def _planned(self, parcel: Parcel, descriptor: int, stack: ExitStack) -> Plan:
+    def _planned(self, parcel: Parcel, descriptor: int, stack: ExitStack) -> Planned:
         self._write = None
         try:
             data = unpacked(parcel, descriptor)

@@ -1,6 +1,6 @@
 """Messages between the tokenizer process, its decoder processes and the nursery, encoded as msgpack.
 
-A decoder answers `PlanItem` with a `Plan`.
+A decoder answers `PlanItem` with a `Planned`.
 """
 
 from __future__ import annotations
@@ -36,6 +36,21 @@ class PlanItem(msgspec.Struct, frozen=True, tag="plan"):
     """
 
     item: Parcel
+
+
+class Planned(Plan, frozen=True, tag="planned"):
+    """Decoder to tokenizer process: the plan of a family, and what planning has read of the item."""
+
+    picture_pixels: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """`Work.picture_pixels` of this item alone."""
+    video_pixels: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """`Work.video_pixels` of this item alone."""
+    is_rgb: bool = True
+    """`Work.is_rgb` of this item alone."""
+    num_pages: Annotated[int, msgspec.Meta(ge=0, lt=2**62)] = 0
+    """Number of pages of the document if the item is one of its pages."""
+    by_counts: bool = False
+    """True if the plan may depend on the number of items of the prompt."""
 
 
 class WriteItem(msgspec.Struct, frozen=True, tag="write"):
@@ -100,6 +115,6 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
 
 
 ToDecoder = PlanItem | WriteItem
-FromDecoder = Plan | Written | Refused
+FromDecoder = Planned | Written | Refused
 ToNursery = Fork | Kill
 FromNursery = Forked | Ended

@@ -18,6 +18,7 @@ from mindie_mm.decode.decoder_messages import (
     DecoderSetup,
     FromDecoder,
     PlanItem,
+    Planned,
     Refused,
     ToDecoder,
     WriteItem,
@@ -33,7 +34,6 @@ from mindie_mm.errors import LimitExceeded, MindieMMError, NoProcess, Operationa
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.guard import cancellation
 from mindie_mm.media.guard.caps import under
-from mindie_mm.nn.family import Plan
 from mindie_mm.processes.restarts import logged
 from mindie_mm.processes.tasks import gather, in_thread, off_loop
 
@@ -125,9 +125,9 @@ class Decoders(Decoding[Parcel]):
 
         return await in_thread(pack, given_up.set)  # fetching and reading may take a long time
 
-    async def plan(self, group: Group, source: Parcel) -> Plan:
+    async def plan(self, group: Group, source: Parcel) -> Planned:
         reply, _ = await self._do(Job(group, source, asyncio.get_running_loop().create_future()))
-        return cast("Plan", reply)
+        return cast("Planned", reply)
 
     async def digest(self, settings: str, source: Parcel, salt: str) -> bytes:
         return await off_loop(source.nbytes, lambda: parcel_digest(settings, source, salt))
@@ -273,7 +273,7 @@ class Decoders(Decoding[Parcel]):
             job = process.job
             if process not in self._processes or (job is not None and job.reply.cancelled()):
                 return  # it is being killed, and its item may already be another decoder's
-            if job is None or job.reply.done() or isinstance(reply, Written if job.layout is None else Plan):
+            if job is None or job.reply.done() or isinstance(reply, Written if job.layout is None else Planned):
                 raise OperationalError(f"the decoder sent an unexpected {type(reply).__name__}")
             process.restart_clocks()
             if isinstance(reply, Written):
@@ -281,7 +281,7 @@ class Decoders(Decoding[Parcel]):
                 job.written = process.scratch.arrays(job.layout)
             else:
                 process.job = None  # `write` still has to copy the arrays of a `Written`
-            if isinstance(reply, Plan):
+            if isinstance(reply, Planned):
                 process.planned = job.parcel
                 process.kept_for = job.group if job.group.keeps_decoder else None
             job.reply.set_result((reply, process))

@@ -8,9 +8,9 @@ from typing import Any, Generic, TypeVar
 
 from numpy.typing import NDArray
 
+from mindie_mm.decode.decoder_messages import Planned
 from mindie_mm.decode.jobs import Group
 from mindie_mm.inputs import Kind, Media
-from mindie_mm.nn.family import Plan
 
 S = TypeVar("S")
 
@@ -36,7 +36,7 @@ class Decoding(ABC, Generic[S]):
         """
 
     @abstractmethod
-    async def plan(self, group: Group, source: S) -> Plan:
+    async def plan(self, group: Group, source: S) -> Planned:
         """Plan an item.
 
         Raises:

@@ -8,6 +8,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from mindie_mm.decode.decoder_messages import Planned
 from mindie_mm.decode.decoding import Decoding
 from mindie_mm.decode.digest import content_digest
 from mindie_mm.decode.jobs import Group
@@ -16,7 +17,7 @@ from mindie_mm.inputs import Embeddings, Kind, Media
 from mindie_mm.media.guard.caps import under
 from mindie_mm.media.image.encoded_image import Data
 from mindie_mm.media.source import read_source
-from mindie_mm.nn.family import Plan, Processor, Write
+from mindie_mm.nn.family import Processor, Write
 from mindie_mm.settings.config import MediaCaps
 
 
@@ -44,7 +45,7 @@ class InlineDecoders(Decoding[Loaded]):
         with under(self._caps):
             return Loaded(media, counts, read_source(media))
 
-    async def plan(self, group: Group, source: Loaded) -> Plan:
+    async def plan(self, group: Group, source: Loaded) -> Planned:
         plan, source.write = plan_item(self._processor, source.media, source.data, source.counts, self._caps)
         return plan
 

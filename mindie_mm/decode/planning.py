@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from mindie_mm.decode.decoder_messages import Planned
 from mindie_mm.errors import InputError, LimitExceeded
 from mindie_mm.inputs import EMBEDDINGS_KEYS, GRID, GRID_KEYS, KINDS, PROMPT, Embeddings, Kind, Media
 from mindie_mm.media.audio.cuts import SAMPLES, SPEECH_RATE, cuts
@@ -27,7 +28,7 @@ _DEFAULTS = MediaCaps()
 
 def plan_item(
     processor: Processor, media: Media, data: Data | Embeddings, counts: Mapping[Kind, int], caps: MediaCaps
-) -> tuple[Plan, Write]:
+) -> tuple[Planned, Write]:
     """Return the plan of the item `media` with the source `data`, and the function that writes its arrays.
 
     The limits of `caps` apply to planning. The caller applies them to writing, too, because writing opens images again
@@ -54,16 +55,15 @@ def plan_item(
         settings = f"{settings}, hdr_to_sdr {caps.hdr_to_sdr}"
     if isinstance(data, DocumentPage):
         settings, num_pages = f"{settings}, {data.settings}", data.num_pages
-    plan = msgspec.structs.replace(
-        plan,
-        settings=settings,
+    planned = Planned(
+        **{**msgspec.structs.asdict(plan), "settings": settings},
         num_pages=num_pages,
         picture_pixels=work.picture_pixels,
         video_pixels=work.video_pixels,
         is_rgb=work.is_rgb,
         by_counts=noted.are_read,
     )
-    return plan, write
+    return planned, write
 
 
 class _NotedCounts(Mapping[Kind, int]):

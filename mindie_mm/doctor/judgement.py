@@ -18,7 +18,8 @@ from mindie_mm.nn.checkpoint.config_only import ConfigOnly
 from mindie_mm.nn.checkpoint.hub import checkpoint_name
 from mindie_mm.nn.checkpoint.missing_files import listed, missing_files
 from mindie_mm.nn.checkpoint.resolved import positions_of
-from mindie_mm.nn.family import Family, PretrainedFamily, Processor
+from mindie_mm.nn.family import Family, Processor
+from mindie_mm.nn.pretrained_family import PretrainedFamily
 from mindie_mm.nn.weights.build import check_quantized
 from mindie_mm.nn.weights.formats import format_of
 from mindie_mm.nn.weights.quantized import method_of, quantization

@@ -19,9 +19,9 @@ from mindie_mm.errors import InputError, LimitExceeded, MindieMMError
 from mindie_mm.lockdown import support
 from mindie_mm.models import family_of, reading, unknown_keys
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.family import PretrainedFamily
 from mindie_mm.nn.lora.adapter import weights_file
 from mindie_mm.nn.lora.adapter_config import read_config
+from mindie_mm.nn.pretrained_family import PretrainedFamily
 from mindie_mm.nn.weights.build import check_weight_files
 from mindie_mm.settings.config import (
     EngineConfig,

@@ -6,10 +6,12 @@ files, and finally the entry points of the group `mindie_mm.models`, which refer
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import pkgutil
 import re
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
@@ -23,10 +25,11 @@ import torch
 from mindie_mm.device import Device, open_device
 from mindie_mm.errors import DeviceError, InputError, MindieMMError, UnsupportedCheckpoint, panics_as
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.family import Family, PretrainedFamily, Processor
+from mindie_mm.nn.family import Family, Processor
 from mindie_mm.nn.int8 import quantize
 from mindie_mm.nn.model import Model
 from mindie_mm.nn.placement import TOGETHER, Placement, place
+from mindie_mm.nn.pretrained_family import PretrainedFamily
 from mindie_mm.nn.seq2seq import Seq2SeqModel
 from mindie_mm.nn.weights.shares import is_first
 from mindie_mm.nn.weights.stored_tensors import stored_dtype
@@ -57,12 +60,23 @@ def family_names() -> list[str]:
     return sorted({*_own_names(), *_entries()})
 
 
-def _own_names() -> set[str]:
-    return {module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_")}
+def _own_names() -> frozenset[str]:
+    return _names_in(tuple(__path__))
+
+
+@functools.lru_cache(maxsize=1)
+def _names_in(path: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(module.name for module in pkgutil.iter_modules(path) if not module.name.startswith("_"))
 
 
 def _entries() -> Mapping[str, EntryPoint]:
-    """Return the families of other packages, by name. This is slow, because it reads the metadata of all packages."""
+    """Return the families of other packages, by name."""
+    return _entries_on(tuple(sys.path))
+
+
+@functools.lru_cache(maxsize=1)
+def _entries_on(path: tuple[str, ...]) -> Mapping[str, EntryPoint]:
+    """Return the families of packages on `path`. This is slow, because it reads the metadata of all packages."""
     return {entry.name: entry for entry in entry_points(group=GROUP)}
 
 
@@ -265,11 +279,20 @@ def processor_of(checkpoint: Checkpoint, family: type[Family]) -> Processor:
         processor = family.processor(translated)
         known = processor.num_embeddings
         if known is None and issubclass(family, PretrainedFamily):
-            config = family.config_class().from_dict(deepcopy(dict(translated.config)))  # it changes its argument
-            known = config.get_text_config().vocab_size
+            known = _vocabulary(translated, family)
     if known is not None:
         _check_tokens(processor, known, str(checkpoint.path))
     return processor
+
+
+def _vocabulary(checkpoint: Checkpoint, family: type[PretrainedFamily]) -> int:
+    """Return `vocab_size` of the text model, from config.json or else from transformers' configuration."""
+    stated: object = (checkpoint.config.get("text_config") or checkpoint.config).get("vocab_size")
+    if type(stated) is int:
+        return stated
+    config = family.config_class().from_dict(deepcopy(dict(checkpoint.config)))  # it changes its argument
+    size: int = config.get_text_config().vocab_size
+    return size
 
 
 def _check_tokens(processor: Processor, known: int, where: str) -> None:

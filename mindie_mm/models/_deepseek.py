@@ -17,10 +17,11 @@ from mindie_mm.media.image.preprocess import Size, background_of, check_settings
 from mindie_mm.models._deepseek_original import CHAT_TEMPLATE, ORIGINAL, UNUSED_WEIGHTS
 from mindie_mm.models._original_tokenizer import original_tokenizer
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Write
+from mindie_mm.nn.family import Placeholder, Plan, Processor, Write
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.model_inputs import Item
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
+from mindie_mm.nn.pretrained_family import PretrainedFamily
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.staging import to_device
 from mindie_mm.nn.traits import Traits

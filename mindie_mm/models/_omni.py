@@ -28,9 +28,10 @@ from mindie_mm.models._films import FilmLayout, film_plan, is_film
 from mindie_mm.models._mrope import Block, grid_block, positions_of
 from mindie_mm.models._qwen import INTERVAL_GRIDS, PICOSECONDS, QwenModel, QwenProcessor
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Spelling, Write
+from mindie_mm.nn.family import Placeholder, Plan, Spelling, Write
 from mindie_mm.nn.model import ModelSpec, Positions
 from mindie_mm.nn.model_inputs import Item
+from mindie_mm.nn.pretrained_family import PretrainedFamily
 from mindie_mm.nn.speech import SpeechTraits
 from mindie_mm.nn.splice import ItemView, MediaItem
 from mindie_mm.nn.weights.pretrained import read_config

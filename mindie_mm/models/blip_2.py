@@ -16,12 +16,13 @@ from mindie_mm.device import Device
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.media.image.preprocess import Preprocess, Size, check_output_size, check_settings, resample_of
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.family import Placeholder, PretrainedFamily
+from mindie_mm.nn.family import Placeholder
 from mindie_mm.nn.generation import GenerationRules
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.one_size import OneSizeProcessor
 from mindie_mm.nn.pictures import PictureModel
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
+from mindie_mm.nn.pretrained_family import PretrainedFamily
 from mindie_mm.nn.seq2seq import Seq2SeqModel, load_seq2seq
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.traits import Traits

@@ -16,11 +16,12 @@ from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.inputs import Kind
 from mindie_mm.media.image.preprocess import Preprocess, Size, check_settings, resample_of
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.family import Placeholder, PretrainedFamily, Spelling
+from mindie_mm.nn.family import Placeholder, Spelling
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.one_size import OneSizeProcessor
 from mindie_mm.nn.pictures import PictureModel
 from mindie_mm.nn.pixels import Normalization, joined
+from mindie_mm.nn.pretrained_family import PretrainedFamily
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.traits import Traits
 from mindie_mm.nn.weights.pretrained import PretrainedModel, text_width

@@ -29,7 +29,7 @@ from mindie_mm.nn.checkpoint.end_tokens import eos_token_ids
 from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Spelling, Write
 from mindie_mm.nn.layers import rotary_angles
 from mindie_mm.nn.model import Model, ModelSpec
-from mindie_mm.nn.model_inputs import Item, padded_rows
+from mindie_mm.nn.model_inputs import Item, padded_rows, types_of_tokens
 from mindie_mm.nn.paged_batch import PagedBatch
 from mindie_mm.nn.paged_cache import KVLayer
 from mindie_mm.nn.pixels import normalize_pictures
@@ -258,7 +258,7 @@ class DeepseekVL2Processor(Processor):
 
     def token_inputs(self, ids: NDArray[np.int64], items: Sequence[Item]) -> dict[str, Tensor]:
         inputs = super().token_inputs(ids, items)
-        return inputs | {"images_seq_mask": self.types_of_tokens(len(ids), items).bool()}
+        return inputs | {"images_seq_mask": types_of_tokens(len(ids), items).bool()}
 
     def _tiles(self, canvas: CanvasSize) -> tuple[int, int]:
         """Return the number of tiles (across, down)."""

@@ -29,10 +29,11 @@ from mindie_mm.media.video.frames import stepped
 from mindie_mm.models._qwen import QwenModel, QwenProcessor
 from mindie_mm.models._qwen_pixels import PixelSettings
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Write
+from mindie_mm.nn.family import Placeholder, Plan, Write
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.model_inputs import TOKEN_TYPES, Item
 from mindie_mm.nn.paged_batch import PagedBatch
+from mindie_mm.nn.pretrained_family import PretrainedFamily
 from mindie_mm.nn.splice import Splice
 from mindie_mm.nn.weights.pretrained import read_config
 

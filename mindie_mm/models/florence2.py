@@ -25,12 +25,13 @@ from mindie_mm.errors import InputError, TokenOutOfRange, UnsupportedCheckpoint
 from mindie_mm.media.image.preprocess import Preprocess, Size, check_settings, resample_of
 from mindie_mm.nn.checkpoint.directory import Checkpoint, tokenizer_length, with_special_tokens
 from mindie_mm.nn.checkpoint.renaming import TRANSPOSED, Renaming
-from mindie_mm.nn.family import Placeholder, PretrainedFamily
+from mindie_mm.nn.family import Placeholder
 from mindie_mm.nn.generation import GenerationRules
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.one_size import OneSizeProcessor
 from mindie_mm.nn.pictures import PictureModel
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
+from mindie_mm.nn.pretrained_family import PretrainedFamily
 from mindie_mm.nn.seq2seq import Decoding, Seq2SeqModel, load_seq2seq
 from mindie_mm.nn.splice import MediaItem, Splice
 from mindie_mm.nn.traits import Traits

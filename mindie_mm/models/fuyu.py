@@ -20,10 +20,11 @@ from mindie_mm.media.image.encoded_image import Data, Pixels, open_image, resize
 from mindie_mm.media.image.patches import patchify, unpatchify
 from mindie_mm.media.image.preprocess import Size, check_settings, resample_of
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling, Write
+from mindie_mm.nn.family import Placeholder, Plan, Processor, Spelling, Write
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.model_inputs import Item
 from mindie_mm.nn.pixels import HALF, Normalization, joined
+from mindie_mm.nn.pretrained_family import PretrainedFamily
 from mindie_mm.nn.splice import MediaItem, split_features
 from mindie_mm.nn.staging import to_device
 from mindie_mm.nn.traits import Traits

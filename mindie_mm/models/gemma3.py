@@ -19,8 +19,9 @@ from mindie_mm.media.image.preprocess import Size, check_output_size, check_sett
 from mindie_mm.models._gemma import soft_capped, spans_of
 from mindie_mm.models._tower_model import TowerModel
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling, Write
+from mindie_mm.nn.family import Placeholder, Plan, Processor, Spelling, Write
 from mindie_mm.nn.pixels import HALF, Normalization
+from mindie_mm.nn.pretrained_family import PretrainedFamily
 from mindie_mm.nn.splice import MediaItem, split_features
 from mindie_mm.nn.traits import Traits
 from mindie_mm.nn.weights.pretrained import read_config

@@ -26,13 +26,14 @@ from mindie_mm.media.image.preprocess import Preprocess, Size, check_settings, r
 from mindie_mm.models._gemma import SPECTROGRAM, clip_inputs, enclosed, planned_clip, soft_capped
 from mindie_mm.models._timm import require_timm, with_timm_tower
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Spelling, Write
+from mindie_mm.nn.family import Placeholder, Plan, Spelling, Write
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.model_inputs import Item
 from mindie_mm.nn.one_size import OneSizeProcessor
 from mindie_mm.nn.paged_batch import PagedBatch
 from mindie_mm.nn.pictures import PictureModel
 from mindie_mm.nn.pixels import HALF, Normalization
+from mindie_mm.nn.pretrained_family import PretrainedFamily
 from mindie_mm.nn.splice import MediaItem, Splice
 from mindie_mm.nn.staging import to_device
 from mindie_mm.nn.traits import Traits

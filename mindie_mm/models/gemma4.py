@@ -27,12 +27,13 @@ from mindie_mm.media.video.frames import Sampling, stepped
 from mindie_mm.models._gemma import SPECTROGRAM, clip_inputs, enclosed, planned_clip, soft_capped, spans_of
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.resolved import context_length
-from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling, Write
+from mindie_mm.nn.family import Placeholder, Plan, Processor, Spelling, Write
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.model_inputs import PIXELS, Item, padded
 from mindie_mm.nn.paged_batch import PagedBatch
 from mindie_mm.nn.pictures import PictureModel
 from mindie_mm.nn.pixels import Normalization
+from mindie_mm.nn.pretrained_family import PretrainedFamily
 from mindie_mm.nn.splice import MediaItem, Splice
 from mindie_mm.nn.staging import to_device
 from mindie_mm.nn.traits import Traits

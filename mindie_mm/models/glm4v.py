@@ -7,7 +7,7 @@ network.
 from __future__ import annotations
 
 from mindie_mm.models._glm4v_base import GlmModel, GlmProcessor
-from mindie_mm.nn.family import PretrainedFamily
+from mindie_mm.nn.pretrained_family import PretrainedFamily
 
 
 class Glm4VProcessor(GlmProcessor):

@@ -6,7 +6,7 @@ Source: arXiv 2507.01006. Token ids, grids and pixels match transformers' `glm_o
 from __future__ import annotations
 
 from mindie_mm.models._glm4v_base import GlmModel, GlmProcessor
-from mindie_mm.nn.family import PretrainedFamily
+from mindie_mm.nn.pretrained_family import PretrainedFamily
 
 
 class GlmOcrProcessor(GlmProcessor):

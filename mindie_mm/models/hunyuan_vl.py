@@ -21,8 +21,9 @@ from mindie_mm.models._qwen import QwenModel, QwenProcessor
 from mindie_mm.models._qwen_pixels import PixelSettings
 from mindie_mm.nn.checkpoint.config_keys import words
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.family import Placeholder, PretrainedFamily, Spelling
+from mindie_mm.nn.family import Placeholder, Spelling
 from mindie_mm.nn.model import ModelSpec, Positions
+from mindie_mm.nn.pretrained_family import PretrainedFamily
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.weights.pretrained import read_config
 from mindie_mm.nn.weights.shares import DECODER_PLAN

@@ -6,7 +6,7 @@ Source: arXiv 2408.12637. Token ids, pixels and logits match transformers' `idef
 from __future__ import annotations
 
 from mindie_mm.models._idefics import IdeficsModel, IdeficsProcessor
-from mindie_mm.nn.family import PretrainedFamily
+from mindie_mm.nn.pretrained_family import PretrainedFamily
 
 
 class Idefics3Processor(IdeficsProcessor):

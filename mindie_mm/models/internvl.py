@@ -25,12 +25,13 @@ from mindie_mm.models._internvl_original import CHAT_TEMPLATE, ORIGINAL, transla
 from mindie_mm.models._original_tokenizer import original_tokenizer
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.resolved import context_length
-from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling, Write
+from mindie_mm.nn.family import Placeholder, Plan, Processor, Spelling, Write
 from mindie_mm.nn.mindie import PLANES, InSegment, Layout
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.model_inputs import Item
 from mindie_mm.nn.pictures import PictureModel
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
+from mindie_mm.nn.pretrained_family import PretrainedFamily
 from mindie_mm.nn.splice import MediaItem, split_features
 from mindie_mm.nn.traits import Traits
 from mindie_mm.nn.weights.pretrained import PretrainedModel, read_config

@@ -25,10 +25,11 @@ from mindie_mm.media.image.tiles import closest_grid
 from mindie_mm.models._lfm2 import LAYER_TYPE, OTHER_KEYS, TP_PLAN, replace_short_convs, short_conv_state
 from mindie_mm.nn.checkpoint.config_keys import words
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling, Write
+from mindie_mm.nn.family import Placeholder, Plan, Processor, Spelling, Write
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.model_inputs import Item, padded
 from mindie_mm.nn.pixels import HALF, Normalization, joined
+from mindie_mm.nn.pretrained_family import PretrainedFamily
 from mindie_mm.nn.splice import MediaItem, split_features
 from mindie_mm.nn.staging import to_device
 from mindie_mm.nn.traits import Traits

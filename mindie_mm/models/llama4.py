@@ -22,10 +22,11 @@ from mindie_mm.media.image.tiles import CanvasSize, cut
 from mindie_mm.models._llama4_layers import replace_layers
 from mindie_mm.models._llama4_tower import with_real_tower
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling, Write
+from mindie_mm.nn.family import Placeholder, Plan, Processor, Spelling, Write
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.model_inputs import Item
 from mindie_mm.nn.pixels import HALF, joined
+from mindie_mm.nn.pretrained_family import PretrainedFamily
 from mindie_mm.nn.splice import MediaItem, split_features
 from mindie_mm.nn.staging import to_device
 from mindie_mm.nn.traits import Traits

@@ -20,9 +20,10 @@ from mindie_mm.media.image.preprocess import (
 from mindie_mm.models._anyres import check_stated, tokens_of_tower
 from mindie_mm.models._tower_model import TowerModel
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.family import Placeholder, PretrainedFamily
+from mindie_mm.nn.family import Placeholder
 from mindie_mm.nn.one_size import OneSizeProcessor
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, HALF, Normalization
+from mindie_mm.nn.pretrained_family import PretrainedFamily
 from mindie_mm.nn.weights.pretrained import read_config
 
 _CLIP: Mapping[str, Any] = {

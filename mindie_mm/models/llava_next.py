@@ -21,10 +21,11 @@ from mindie_mm.media.image.tiles import best_canvas
 from mindie_mm.models._anyres import AnyresProcessor
 from mindie_mm.models._tower_model import TowerModel
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.family import Plan, PretrainedFamily, Write
+from mindie_mm.nn.family import Plan, Write
 from mindie_mm.nn.mindie import NORMALIZED, InSegment, InWord, Layout, mindie_pad
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD
+from mindie_mm.nn.pretrained_family import PretrainedFamily
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.traits import Traits
 from mindie_mm.shm import ArraySpec

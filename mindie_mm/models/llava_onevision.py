@@ -33,9 +33,10 @@ from mindie_mm.models._anyres import AnyresProcessor
 from mindie_mm.models._tower_model import TowerModel
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.resolved import context_length
-from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Spelling, Write
+from mindie_mm.nn.family import Placeholder, Plan, Spelling, Write
 from mindie_mm.nn.model_inputs import PIXELS, Item
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
+from mindie_mm.nn.pretrained_family import PretrainedFamily
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.staging import to_device
 from mindie_mm.nn.traits import Traits

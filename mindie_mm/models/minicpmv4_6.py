@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from mindie_mm.models._delta_net import LAYER_TYPE, OTHER_KEYS, delta_net_state
 from mindie_mm.models._minicpmv4_6_base import MiniCPMVModel, MiniCPMVProcessor
-from mindie_mm.nn.family import PretrainedFamily
+from mindie_mm.nn.pretrained_family import PretrainedFamily
 
 
 class MiniCPMV46Processor(MiniCPMVProcessor):

@@ -18,8 +18,8 @@ from mindie_mm.models._delta_net import LAYER_TYPE, OTHER_KEYS, delta_net_state
 from mindie_mm.models._minicpmv4_6_base import MiniCPMVModel, MiniCPMVProcessor
 from mindie_mm.models._minicpmv4_6_crops import Crops
 from mindie_mm.models._mrope import Block, positions_of
-from mindie_mm.nn.family import PretrainedFamily
 from mindie_mm.nn.model import ModelSpec, Positions
+from mindie_mm.nn.pretrained_family import PretrainedFamily
 from mindie_mm.nn.splice import MediaItem
 
 _MARKERS = ("image_start_id", "image_end_id", "slice_start_id", "slice_end_id", "newline_id")

@@ -10,7 +10,7 @@ from torch import Tensor
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.models._pixtral_tower import PixtralTowerModel, PixtralTowerProcessor
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.family import PretrainedFamily
+from mindie_mm.nn.pretrained_family import PretrainedFamily
 from mindie_mm.nn.weights.pretrained import read_config
 
 _TEXT = ("mistral", "ministral3")

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
@@ -25,10 +26,11 @@ from mindie_mm.media.video.frames import check_asked, comes_sampled, num_taken, 
 from mindie_mm.models._crops import Geometry, choose_tiling, cut_crops, cut_patches, only_tiling
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.resolved import context_length
-from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling, Write
+from mindie_mm.nn.family import Placeholder, Plan, Processor, Spelling, Write
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.model_inputs import PIXELS, Item
 from mindie_mm.nn.pixels import HALF, Normalization
+from mindie_mm.nn.pretrained_family import PretrainedFamily
 from mindie_mm.nn.splice import MediaItem, split_features
 from mindie_mm.nn.staging import to_device
 from mindie_mm.nn.traits import Traits
@@ -253,7 +255,11 @@ class Molmo2Processor(Processor):
                 inputs[f"{kind}_token_pooling"] = _moved(windows, torch.from_numpy(offsets).to(windows).unsqueeze(1))
         return inputs
 
-    def types_of_tokens(self, length: int, items: Sequence[Item]) -> Tensor:
+    def token_inputs(self, ids: NDArray[np.int64], items: Sequence[Item]) -> dict[str, Tensor]:
+        (name,) = self.traits.token_types
+        return super().token_inputs(ids, items) | {name: self.token_types(len(ids), items)}
+
+    def token_types(self, length: int, items: Sequence[Item]) -> Tensor:
         """Return 1 for all image tokens, with start, column and end tokens, but not for the times of video frames."""
         types = torch.zeros(length, dtype=torch.int64)
         for item in items:
@@ -367,7 +373,7 @@ class Molmo2Model(PretrainedModel):
 
         The span includes start, column and end tokens, but not the times of video frames.
         """
-        return self._processor.types_of_tokens(length, items) - 1 if items else None
+        return self._processor.token_types(length, items) - 1 if items else None
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         features: dict[MediaItem, Tensor] = {}

@@ -24,11 +24,12 @@ from mindie_mm.models._ovis2_original import ATOM, CHAT_TEMPLATE, INDICATORS, OR
 from mindie_mm.models._ovis2_tiles import covering_grid, num_tiles, padded_tiles, write_padded
 from mindie_mm.nn.checkpoint.config_keys import words
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling, Write
+from mindie_mm.nn.family import Placeholder, Plan, Processor, Spelling, Write
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.model_inputs import Item
 from mindie_mm.nn.pictures import PictureModel
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
+from mindie_mm.nn.pretrained_family import PretrainedFamily
 from mindie_mm.nn.splice import MediaItem, split_features
 from mindie_mm.nn.staging import to_device
 from mindie_mm.nn.traits import Traits

@@ -17,8 +17,8 @@ from mindie_mm.models._qwen import QwenModel, QwenProcessor
 from mindie_mm.models._qwen_pixels import PixelSettings, check_aspect_ratio, smart_resize
 from mindie_mm.models._tower_places import interpolation
 from mindie_mm.nn.checkpoint.config_keys import words
-from mindie_mm.nn.family import PretrainedFamily
 from mindie_mm.nn.model_inputs import Item
+from mindie_mm.nn.pretrained_family import PretrainedFamily
 
 _IMAGE_DEFAULTS: Mapping[str, Any] = {
     "size": {"shortest_edge": 384 * 384, "longest_edge": 1536 * 1536},

@@ -31,12 +31,13 @@ from mindie_mm.models._phi4_multimodal_long_rope import LONG_ROPE, ChosenRotary,
 from mindie_mm.models._phi4_multimodal_original import ORIGINAL, translated
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.resolved import context_length
-from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling, Write
+from mindie_mm.nn.family import Placeholder, Plan, Processor, Spelling, Write
 from mindie_mm.nn.model import ModelSpec, Positions
 from mindie_mm.nn.model_inputs import Item, padded_cat
 from mindie_mm.nn.paged_batch import PagedBatch
 from mindie_mm.nn.pictures import PictureModel
 from mindie_mm.nn.pixels import HALF, Normalization
+from mindie_mm.nn.pretrained_family import PretrainedFamily
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.staging import to_device
 from mindie_mm.nn.traits import Traits

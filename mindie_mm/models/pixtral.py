@@ -11,7 +11,7 @@ from typing import Any
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.models._pixtral_tower import TOWER, PixtralTowerModel, PixtralTowerProcessor
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.family import PretrainedFamily
+from mindie_mm.nn.pretrained_family import PretrainedFamily
 
 
 class PixtralProcessor(PixtralTowerProcessor):

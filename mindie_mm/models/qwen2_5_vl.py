@@ -17,9 +17,9 @@ from mindie_mm.inputs import Kind, MediaOptions
 from mindie_mm.media.video.encoded_video import Video
 from mindie_mm.models._qwen import INTERVAL_GRIDS, PICOSECONDS, QwenModel, QwenProcessor
 from mindie_mm.models._tower_places import window_places
-from mindie_mm.nn.family import PretrainedFamily
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.model_inputs import Item
+from mindie_mm.nn.pretrained_family import PretrainedFamily
 from mindie_mm.shm.format.item import MediaShape
 from mindie_mm.shm.mindie import SegmentsView
 

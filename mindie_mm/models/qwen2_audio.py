@@ -21,9 +21,10 @@ from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image.encoded_image import Data
 from mindie_mm.models._clips import SPECTROGRAM, ClipProcessor, Clips, encoder_length, read_mel
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Write
+from mindie_mm.nn.family import Placeholder, Plan, Write
 from mindie_mm.nn.mindie import Joined, OfPrompt, PromptLayout, mindie_pad
 from mindie_mm.nn.model import ModelSpec
+from mindie_mm.nn.pretrained_family import PretrainedFamily
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.staging import to_device
 from mindie_mm.nn.traits import Traits

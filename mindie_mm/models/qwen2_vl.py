@@ -6,7 +6,7 @@ Source: arXiv 2409.12191. Token ids, grids and pixels match transformers' `qwen2
 from __future__ import annotations
 
 from mindie_mm.models._qwen import QwenModel, QwenProcessor
-from mindie_mm.nn.family import PretrainedFamily
+from mindie_mm.nn.pretrained_family import PretrainedFamily
 
 
 class Qwen2VLProcessor(QwenProcessor):

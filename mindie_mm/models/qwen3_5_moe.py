@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from mindie_mm.models._delta_net import LAYER_TYPE, OTHER_KEYS, delta_net_state
 from mindie_mm.models._qwen3 import Qwen3DeltaNetModel, Qwen3Processor
-from mindie_mm.nn.family import PretrainedFamily
+from mindie_mm.nn.pretrained_family import PretrainedFamily
 
 
 class Qwen35MoeProcessor(Qwen3Processor):

@@ -21,8 +21,9 @@ from mindie_mm.models._chunked_encoder import check_encoder, chunked_length, enc
 from mindie_mm.models._clips import SPECTROGRAM, ClipProcessor, Clips, read_mel
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.renaming import Renaming
-from mindie_mm.nn.family import Placeholder, PretrainedFamily
+from mindie_mm.nn.family import Placeholder
 from mindie_mm.nn.model import ModelSpec
+from mindie_mm.nn.pretrained_family import PretrainedFamily
 from mindie_mm.nn.speech import SpeechTraits
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.staging import to_device

@@ -6,7 +6,7 @@ Source: arXiv 2511.21631. Token ids, grids and pixels match transformers' `qwen3
 from __future__ import annotations
 
 from mindie_mm.models._qwen3 import Qwen3Model, Qwen3Processor
-from mindie_mm.nn.family import PretrainedFamily
+from mindie_mm.nn.pretrained_family import PretrainedFamily
 from mindie_mm.nn.weights.shares import DECODER_PLAN
 
 

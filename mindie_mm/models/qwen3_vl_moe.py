@@ -13,8 +13,8 @@ from mindie_mm.device import Device
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.models._qwen3 import Qwen3Model, Qwen3Processor
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.family import PretrainedFamily
 from mindie_mm.nn.model import Model
+from mindie_mm.nn.pretrained_family import PretrainedFamily
 from mindie_mm.nn.seq2seq import Seq2SeqModel
 
 

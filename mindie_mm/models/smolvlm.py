@@ -20,8 +20,9 @@ from mindie_mm.media.video.frames import check_asked, comes_sampled, num_taken
 from mindie_mm.models._idefics import DEFAULTS, IdeficsModel, IdeficsProcessor, read_size, resized, tile_side
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.resolved import context_length
-from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Spelling, Write
+from mindie_mm.nn.family import Placeholder, Plan, Spelling, Write
 from mindie_mm.nn.pixels import Normalization
+from mindie_mm.nn.pretrained_family import PretrainedFamily
 from mindie_mm.shm import ArraySpec
 
 # The reference uses this template for all conversations with a video, because the published templates skip videos.

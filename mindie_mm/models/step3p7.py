@@ -22,11 +22,12 @@ from mindie_mm.media.image.encoded_image import Data, Pixels, Resample, open_ima
 from mindie_mm.media.image.preprocess import check_settings, resample_of
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.experts import experts_of
-from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling, Write
+from mindie_mm.nn.family import Placeholder, Plan, Processor, Spelling, Write
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.model_inputs import Item
 from mindie_mm.nn.paged_cache import KVLayer
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
+from mindie_mm.nn.pretrained_family import PretrainedFamily
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.staging import to_device
 from mindie_mm.nn.traits import Traits

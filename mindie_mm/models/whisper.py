@@ -27,10 +27,11 @@ from mindie_mm.errors import InputError, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind
 from mindie_mm.models._clips import SPECTROGRAM, ClipProcessor, Clips, read_mel
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.family import Placeholder, PretrainedFamily, Spelling
+from mindie_mm.nn.family import Placeholder, Spelling
 from mindie_mm.nn.generation import GenerationRules
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.model_inputs import Item
+from mindie_mm.nn.pretrained_family import PretrainedFamily
 from mindie_mm.nn.seq2seq import Decoding, Seq2SeqModel, load_seq2seq
 from mindie_mm.nn.speech import SpeechTraits
 from mindie_mm.nn.splice import MediaItem, Splice

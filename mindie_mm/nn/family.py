@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 import msgspec
@@ -21,18 +20,13 @@ from mindie_mm.device import Device
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image.encoded_image import Data
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.checkpoint.resolved import positions_of, settle
-from mindie_mm.nn.checkpoint.unused_keys import original_keys, unused_keys
 from mindie_mm.nn.model import Model
 from mindie_mm.nn.model_inputs import ModelInputs
-from mindie_mm.nn.paged_cache import Layer
 from mindie_mm.nn.pixels import as_bytes
 from mindie_mm.nn.seq2seq import Seq2SeqModel
 from mindie_mm.nn.speech import SpeechTraits
 from mindie_mm.nn.traits import Traits
 from mindie_mm.nn.vllm_items import PatchLayout
-from mindie_mm.nn.weights.build import renamed_weights
-from mindie_mm.nn.weights.pretrained import load_pretrained
 from mindie_mm.shm import ArraySpec
 from mindie_mm.shm.format.item import ITEM
 
@@ -86,11 +80,11 @@ _Specs = Mapping[_Name, ArraySpec]
 _Number = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 
 
-class Plan(msgspec.Struct, frozen=True, tag="planned"):
+class Plan(msgspec.Struct, frozen=True):
     """A plan for turning one media item into arrays in shared memory. The plan is made before anything is allocated.
 
-    A decoder sends it to the tokenizer process, which validates the types on arrival, because the decoder may be
-    compromised. `Planner.item` compares the plan with the model.
+    A decoder sends it to the tokenizer process as `Planned`. The types are validated on arrival, because the decoder
+    may be compromised. `Planner.item` compares the plan with the model.
     """
 
     num_features: Annotated[int, msgspec.Meta(ge=1, le=2**24)]
@@ -117,16 +111,6 @@ class Plan(msgspec.Struct, frozen=True, tag="planned"):
     """
     left_out: Annotated[str, msgspec.Meta(pattern=r"^[^\x00-\x1f\x7f]{0,300}\Z")] = ""
     """Warning about a part of the item that the model could use, but that is left out. Empty if there is none."""
-    picture_pixels: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """`Work.picture_pixels` of this item alone. A family leaves this and the following fields out."""
-    video_pixels: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """`Work.video_pixels` of this item alone."""
-    is_rgb: bool = True
-    """`Work.is_rgb` of this item alone."""
-    num_pages: _Number = 0
-    """Number of pages of the document if the item is one of its pages."""
-    by_counts: bool = False
-    """Whether the plan may depend on the number of items of the prompt."""
 
 
 class Processor(ModelInputs, ABC):
@@ -335,92 +319,3 @@ class Family(ABC):
 
         """
         return checkpoint.fast_tokenizer()
-
-
-class PretrainedFamily(Family):
-    """A family whose network is a transformers class. A subclass sets `module_name`, `processor` and `model_class`."""
-
-    module_name: ClassVar[str]
-    """Name of the transformers class of the complete model."""
-    model_class: ClassVar[type[Any]]
-    """The `Model` subclass. It is constructed with the loaded module, its `ModelSpec` and the processor."""
-    unused_weights: ClassVar[tuple[str, ...]] = ()
-    """Patterns (fnmatch) for names of weights that published checkpoints have and the module lacks."""
-    default_theta: ClassVar[float | None] = None
-    """Base of the rotary frequencies if config.json has none. None means the default of the installed transformers."""
-    tp_plan: ClassVar[Mapping[str, str] | None] = None
-    """Tensor-parallel plan for layers of the text model for which transformers has none."""
-    other_keys: ClassVar[tuple[str, ...]] = ()
-    """Keys of config.json that the transformers class lacks. The family reads them, or they do not affect answers."""
-    states: ClassVar[Mapping[str, Callable[[Any], Layer]]] = {}
-    """Functions from the text model's configuration to what a layer keeps, by its type in `layer_types`.
-
-    Layers of other types keep the keys and values that the configuration describes.
-    """
-
-    def __init_subclass__(cls) -> None:
-        """Set `reference` to the transformers class unless the subclass sets it."""
-        if "module_name" in vars(cls):  # missing in a base class of several families
-            cls.reference = vars(cls).get("reference", f"transformers' {cls.module_name}")
-
-    @classmethod
-    def module_class(cls) -> type[Any]:
-        """Return the transformers class named `module_name`."""
-        import transformers  # imported late: takes seconds, and tokenizer processes do not need it
-
-        module_class: type[Any] = getattr(transformers, cls.module_name)
-        return module_class
-
-    @classmethod
-    def config_class(cls) -> type[Any]:
-        """Return the configuration class of `module_class`.
-
-        The modeling code is imported only if transformers maps none of the family's model types to a configuration.
-        """
-        from transformers import CONFIG_MAPPING  # imported late, as above
-
-        mapped = [model_type for model_type in cls.model_types if model_type in CONFIG_MAPPING]
-        # The last model type belongs to `module_name`.
-        config_class: type[Any] = CONFIG_MAPPING[mapped[-1]] if mapped else cls.module_class().config_class
-        return config_class
-
-    @classmethod
-    def configuration(cls, checkpoint: Checkpoint) -> Any:
-        """Return transformers' configuration of a checkpoint that `translated` returned, corrected by `settle`."""
-        config = cls.config_class().from_dict(deepcopy(dict(checkpoint.config)))  # it changes its argument
-        settle(checkpoint, config, cls.default_theta)
-        return config
-
-    @classmethod
-    def longest_prompt(cls, checkpoint: Checkpoint) -> int | None:
-        """Return the maximum number of tokens of a prompt, or None if config.json does not state it.
-
-        `checkpoint` is a checkpoint that `translated` returned.
-        """
-        return positions_of(cls.configuration(checkpoint))
-
-    @classmethod
-    def unknown_keys(cls, checkpoint: Checkpoint) -> list[str]:
-        translated = cls.translated(checkpoint)
-        names = unused_keys(translated.config, lambda stated: cls.configuration(replace(translated, config=stated)))
-        if translated.renamings is not None:
-            names = original_keys(names, checkpoint, translated, cls.translated)
-        return [name for name in names if name not in cls.other_keys]
-
-    @classmethod
-    def model(cls, checkpoint: Checkpoint, processor: Any, device: Device, dtype: torch.dtype) -> Model | Seq2SeqModel:
-        checkpoint = cls.translated(checkpoint)
-        module_class = cls.module_class()
-        module, spec = load_pretrained(
-            module_class,
-            checkpoint,
-            device,
-            dtype,
-            unused=cls.unused_weights,
-            tp_plan=cls.tp_plan,
-            renamed=renamed_weights(module_class, checkpoint),
-            default_theta=cls.default_theta,
-            states=cls.states,
-        )
-        model: Model = cls.model_class(module, spec, processor)
-        return model

@@ -117,15 +117,8 @@ class ModelInputs:
             Arrays int64 [T], by their names in transformers.
 
         """
-        types = {name: self.types_of_tokens(len(ids), items) for name in self.traits.token_types}
+        types = {name: types_of_tokens(len(ids), items) for name in self.traits.token_types}
         return {"input_ids": torch.tensor(ids), "attention_mask": torch.ones(len(ids), dtype=torch.int64), **types}
-
-    def types_of_tokens(self, length: int, items: Sequence[Item]) -> Tensor:
-        """Return the type of each token, int64 [length]: 0 for text, or the number of the kind in `TOKEN_TYPES`."""
-        types = torch.zeros(length, dtype=torch.int64)
-        for item in items:
-            types[item.slots] = TOKEN_TYPES[item.shape.kind]
-        return types
 
     def position_ids(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the positions of the tokens of a batch, as transformers' model computes them for each prompt.
@@ -190,3 +183,11 @@ def padded(array: Tensor, sizes: Sequence[int], value: float = 0) -> Tensor:
     ends = zip(reversed(sizes), reversed(array.shape[1:]), strict=True)
     missing = [count for size, own in ends for count in (0, size - own)]
     return torch.nn.functional.pad(array, missing, value=value)
+
+
+def types_of_tokens(length: int, items: Sequence[Item]) -> Tensor:
+    """Return the type of each token, int64 [length]: 0 for text, or the number of the kind in `TOKEN_TYPES`."""
+    types = torch.zeros(length, dtype=torch.int64)
+    for item in items:
+        types[item.slots] = TOKEN_TYPES[item.shape.kind]
+    return types

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from numpy.typing import NDArray
 
+from mindie_mm.decode.decoder_messages import Planned
 from mindie_mm.decode.decoding import Decoding
 from mindie_mm.decode.inline import InlineDecoders
 from mindie_mm.decode.jobs import Group
@@ -17,7 +18,6 @@ from mindie_mm.errors import InputError, OperationalError, SpoolFull, naming, os
 from mindie_mm.inputs import Embeddings, Kind, Media
 from mindie_mm.media.audio.cuts import SAMPLES
 from mindie_mm.media.guard.caps import Work
-from mindie_mm.nn.family import Plan
 from mindie_mm.processes.alone import gather_in_order
 from mindie_mm.processes.tasks import off_loop
 from mindie_mm.settings.config import MediaCaps
@@ -209,7 +209,7 @@ class RequestMedia(Writer):
         with naming(name):
             stage.planner.check_options(media.options)
             if (known := media.known) is not None:
-                planned = stage.planner.item(name, media, msgspec.msgpack.decode(known.plan, type=Plan), salt)
+                planned = stage.planner.item(name, media, msgspec.msgpack.decode(known.plan, type=Planned), salt)
                 self._known[planned] = known.digest
                 return planned
             decoders = stage.inline if isinstance(media.source, Embeddings) else stage.decoders

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from mindie_mm.decode.decoder_messages import Planned
 from mindie_mm.errors import InputError, LimitExceeded, OperationalError
 from mindie_mm.inputs import PROMPT, Embeddings, Kind, Media, MediaOptions, require_within
-from mindie_mm.nn.family import Placeholder, Plan, Processor, Spelling
+from mindie_mm.nn.family import Placeholder, Processor, Spelling
 from mindie_mm.nn.model_inputs import EMBEDDINGS
 from mindie_mm.settings.limits import PromptLimits
 from mindie_mm.shm import ArraySpec
@@ -32,7 +33,7 @@ class PlannedItem:
     """Name of the item in error messages."""
     shape: MediaShape
     placeholder: Placeholder
-    plan: Plan
+    plan: Planned
     spelling: Spelling
     specs: Mapping[str, ArraySpec]
     """Array specs of the item's block."""
@@ -110,7 +111,7 @@ class Planner:
                 f"use_audio_in_video is set, but {self._family} does not hear the audio of videos; leave it out"
             )
 
-    def item(self, name: str, media: Media, plan: Plan, salt: str) -> PlannedItem:
+    def item(self, name: str, media: Media, plan: Planned, salt: str) -> PlannedItem:
         """Create the planned item for `plan`. Log each warning of plans once.
 
         `PlannedItem` describes `name` and `salt`.

@@ -23,7 +23,8 @@ from mindie_mm.media.guard.caps import decoding_to_count
 from mindie_mm.models import family_of, reading
 from mindie_mm.nn.checkpoint.config_only import ConfigOnly
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.family import Family, Placeholder, PretrainedFamily, Processor
+from mindie_mm.nn.family import Family, Placeholder, Processor
+from mindie_mm.nn.pretrained_family import PretrainedFamily
 from mindie_mm.processes import faults
 from mindie_mm.processes.alone import gather_in_order
 from mindie_mm.processes.tasks import in_thread, task_group

@@ -11,7 +11,7 @@ from mindie_mm.device import forkable
 from mindie_mm.errors import MindieMMError
 from mindie_mm.models import family_of
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.family import PretrainedFamily
+from mindie_mm.nn.pretrained_family import PretrainedFamily
 
 _MODULES = (
     "mindie_mm.decode.nursery",

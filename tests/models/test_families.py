@@ -17,7 +17,8 @@ from mindie_mm import LLM, SamplingParams, models
 from mindie_mm.errors import InputError, UnsupportedCheckpoint
 from mindie_mm.models import family_named, family_names, family_of, load_model
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.family import Family, PretrainedFamily
+from mindie_mm.nn.family import Family
+from mindie_mm.nn.pretrained_family import PretrainedFamily
 from mindie_mm.tokenize import Tokenizer
 from tests.models.contract import FamilyContract
 

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from mindie_mm.decode.decoder_messages import Planned
 from mindie_mm.errors import ContextLengthExceeded, CorruptReference, InputError
-from mindie_mm.nn.family import Placeholder, Plan, Spelling
+from mindie_mm.nn.family import Placeholder, Spelling
 from mindie_mm.shm import Ref
 from mindie_mm.shm.format.item import MediaShape
 from mindie_mm.tokenize.placeholders import expand, insert
@@ -18,7 +19,7 @@ TOKENS = {6, 7}
 
 def item(kind, placeholder, num_features, runs=None):
     shape = MediaShape(kind, placeholder.token, num_features)
-    return PlannedItem("media item 0", shape, placeholder, Plan(num_features, {}, ""), Spelling(runs=runs), {})
+    return PlannedItem("media item 0", shape, placeholder, Planned(num_features, {}, ""), Spelling(runs=runs), {})
 
 
 def test_expand_repeats_the_placeholder_of_each_item():
