@@ -13,6 +13,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from mindie_mm.shm.format.layout import SHM_DIRECTORY
 
@@ -42,11 +43,14 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Give each parallel process a separate /dev/shm, and limit torch to one thread. Child processes inherit both."""
+    """Limit torch to one thread, and give each parallel process a separate /dev/shm. Child processes inherit both."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        # A second thread for such small models would mostly wait, which takes as much processor time as computing.
+        os.environ["OMP_NUM_THREADS"] = "1"
+        torch.set_num_threads(1)
     processes: list[str] = getattr(config.option, "tx", [])
     if {*processes} != {"popen"} or hasattr(config, "workerinput"):
         return  # there are no parallel processes, this is one of them, or --tx configures them
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch reads this variable at import, and these plugins import torch
     command = prefix()
     if command is None:
         raise pytest.UsageError(

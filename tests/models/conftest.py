@@ -3,9 +3,13 @@
 import shutil
 
 import pytest
+from transformers import PreTrainedConfig
 
 from mindie_mm.shm import request_directory
 from tests.models.mindie_contract import StandIn
+
+# transformers formats each configuration for its log, even if the log is off, which takes milliseconds each time.
+PreTrainedConfig.__repr__ = object.__repr__
 
 REPRESENTATIVE = {"TestQwen2VL", "TestQwen2Audio", "TestGemma3", "TestInternVL", "TestMolmo", "TestFlorence2"}
 """Tests of six families that differ in media, positions, attention masks, code of their own, and decoders."""

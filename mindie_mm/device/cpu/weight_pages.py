@@ -17,9 +17,8 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-_MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ (\d+) +(.*)\n")
-"""First line of a mapping in /proc/PID/smaps: start, end, permissions, offset, device, inode, path."""
-_SUFFIX = ".safetensors"
+_MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) .*\.safetensors\n")
+"""First line of a mapped weight file in /proc/PID/smaps: start, end, and further columns that end in the path."""
 _MADV_POPULATE_READ = 22  # from <linux/mman.h>, since Linux 5.14. The mmap module does not define it.
 
 
@@ -53,11 +52,11 @@ def _mappings() -> Iterator[_Mapping]:
     mapping = None
     with Path("/proc/self/smaps").open(encoding="utf-8", errors="surrogateescape") as lines:
         for line in lines:
-            if match := _MAPPING.fullmatch(line):
+            if not line[0].isupper():  # the first line of a mapping; all others begin with the name of a count
                 if mapping is not None:
                     yield mapping
-                start, stop, _, path = match.groups()
-                mapping = _Mapping(int(start, 16), int(stop, 16)) if path.endswith(_SUFFIX) else None
+                match = _MAPPING.fullmatch(line)
+                mapping = _Mapping(int(match[1], 16), int(match[2], 16)) if match else None
             elif mapping is not None and line.startswith("Anonymous:"):
                 mapping.anonymous_kib = int(line.split()[1])
     if mapping is not None:
