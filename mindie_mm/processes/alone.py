@@ -19,9 +19,9 @@ def has_loop() -> bool:
 def run_alone(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine that never waits for another task, on this thread, and return its result.
 
-    Inside it, `has_loop` returns False, and `gather_in_order` and `off_loop` run one piece of work after another. In
-    contrast to an event loop, this function may be called inside another event loop, and an exception of a signal
-    handler may interrupt it anywhere.
+    Inside it, `has_loop` returns False, and `gather_in_order` and `off_loop` run one piece of work after another.
+    Unlike an event loop, this function may be called inside an event loop, and a signal handler may interrupt it at any
+    point by raising an exception.
     """
     context = contextvars.copy_context()
     context.run(_has_loop.set, False)

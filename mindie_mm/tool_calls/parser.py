@@ -235,7 +235,7 @@ class ToolCallParser(JsonArguments, ABC):
         yield from super().more()
 
     def flush(self) -> None:
-        """Send the text that was read if it is part of the arguments."""
+        """Send the text that was read, if it belongs to the arguments of a call."""
         if self._encode:
             self.send_arguments(self._encode(self.taken()))
 

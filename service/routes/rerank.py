@@ -137,7 +137,7 @@ class _Scoring:
         return [Text(given)]
 
     async def cut(self, documents: Sequence[Part], max_tokens: int) -> Sequence[Part]:
-        """Return the documents, with those that are texts cut to a number of tokens. 0 means no limit."""
+        """Return the documents. Texts are cut to `max_tokens` tokens, unless it is 0."""
         if not max_tokens:
             return documents
         _require_few(sum(map(_size, documents)), "documents")

@@ -165,7 +165,7 @@ def test_ask_reads_standard_input(tmp_path):
 
 def test_ask_fetches_only_from_public_addresses():
     refused = run_warm("ask", "What is it?", "--image", "http://127.0.0.1:9/a.png", status=2)
-    assert refused.endswith("could not fetch from 127.0.0.1: its address is not public\n")
+    assert "could not fetch from 127.0.0.1: its address is not public. Send the data instead" in refused
 
 
 @pytest.mark.parametrize(

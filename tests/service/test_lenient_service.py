@@ -184,7 +184,9 @@ async def test_media_at_a_private_address_need_the_setting(
     answer = await asyncio.to_thread(post, lenient, CHAT, body)
     assert answer["usage"]["completion_tokens"] == 4
     refused = await asyncio.to_thread(post, service, CHAT, body, 400)
-    assert refused["error"]["message"].endswith("its address is not public")
+    assert refused["error"]["message"].endswith(
+        "its address is not public. Send the data instead, or start the service with --allow-private-media"
+    )
     inline = chat([base64.b64encode(STAR).decode()], "What is in the image?")
     same = await asyncio.to_thread(post, service, CHAT, inline)
     assert answer["choices"] == same["choices"]

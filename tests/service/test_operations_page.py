@@ -140,9 +140,30 @@ def test_the_documented_keys_file_is_valid(tmp_path: Path) -> None:
 
 
 def test_the_documented_scrape_configuration_has_the_address_of_the_service() -> None:
-    (text,) = fenced("yaml")
+    (text,) = [one for one in fenced("yaml") if "scrape_configs" in one]
     (job,) = yaml.safe_load(text)["scrape_configs"]
     assert job["static_configs"] == [{"targets": [f"{ServiceConfig().host}:{ServiceConfig().port}"]}]
+
+
+def test_the_documented_part_of_the_serve_config_is_in_its_file() -> None:
+    (text,) = [one for one in fenced("yaml") if "max_replicas" in one]
+    (application,) = yaml.safe_load((DOCS.parent / "docker/ray/serve.yaml").read_text())["applications"]
+    shown, whole = yaml.safe_load(text)["args"], application["args"]
+    assert shown["settings"].items() <= whole["settings"].items()
+    assert {**shown, "settings": {}}.items() <= {**whole, "settings": {}}.items()
+
+
+def test_the_documented_health_and_number_of_engines_have_the_form_of_a_real_service(
+    service: RunningService, http: Any
+) -> None:
+    (text,) = [one for one in fenced("json") if '"shared_memory"' in one]
+    shown, health = json.loads(text), service.get("/health")
+    assert (shown.keys(), shown["engines"].keys()) == (health.keys(), health["engines"].keys())
+    assert shown["shared_memory"]["arenas"][0].keys() == health["shared_memory"]["arenas"][0].keys()
+    (text,) = [one for one in fenced("text") if "# HELP mindie_mm:processes" in one]
+    metrics = re.sub('model_name="[^"]*"', "", http.get("/metrics").text)
+    for line in re.sub('model_name="[^"]*"', "", text).splitlines():
+        assert line.rpartition(" ")[0] in metrics
 
 
 def test_every_documented_option_exists() -> None:

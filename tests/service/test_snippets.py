@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,8 +16,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pyarrow import Table, parquet
 
 from mindie_mm.shm import release, survey
+from tests import warm
 from tests.cli.shell import run_warm
 from tools.serving import RunningService
 
@@ -129,7 +132,7 @@ def test_the_quickstart_shows_the_answer_about_an_image(service: RunningService)
 
 def test_the_guide_shows_why_a_request_is_refused(service: RunningService) -> None:
     answer = curl(snippet(SERVE_PAGE, "sh", "10.0.0.7/cat"), service, refused=True)
-    assert json.loads(answer) == json.loads(output(SERVE_PAGE, "10.0.0.7/cat"))
+    assert json.loads(answer) == json.loads(" ".join(output(SERVE_PAGE, "10.0.0.7/cat").split()))
 
 
 def test_the_quickstart_shows_the_streamed_answer(service: RunningService, capsys: pytest.CaptureFixture[str]) -> None:
@@ -226,12 +229,81 @@ def test_the_rows_of_the_guide_are_tokenized_and_read(checkout: Path, capsys: py
     (checkout / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert "6 rows, " in run_warm("tokenize", "rows.jsonl", "--output", "run/")
     assert run_warm("inspect", "run/", "0") == output(BATCH_PAGE, "inspect run/ 0")
+    run(snippet(BATCH_PAGE, "python", "safe_open"))
+    assert capsys.readouterr().out.splitlines() == ["0 28", "(48, 588)"]
     reading = snippet(BATCH_PAGE, "python", "sample.ids")
     run(reading + snippet(BATCH_PAGE, "python", "packing=64"))
     printed = capsys.readouterr().out.splitlines()
     assert printed[:3] == ["0 0 (28,)", "4 16", "(48, 588)"]
     assert "pixel_values" in printed[3]
     assert printed[4] == "torch.Size([1, 64])"
+
+
+def write(file: str, text: str) -> None:
+    Path(file).write_text(text, encoding="utf-8")
+
+
+def write_inputs(command: str) -> None:
+    """Write the input files that a command of the guide to offline runs reads."""
+    image = "docs/images/red_circle.png"
+    rows = [{"prompt": "Hello!", "label": 3, "source": "web"}]
+    rows += [{"prompt": "What color is it?", "image": image, "label": 5}]
+    if "--select-columns" in command:
+        rows = [{"id": "a", "messages": [{"role": "user", "content": "Hello!"}], "answer": "Hi."}]
+    parquet.write_table(Table.from_pylist(rows), "rows.parquet")
+    rows = json_values(snippet(BATCH_PAGE, "json", "What color"))
+    if "boxes=json" in command:
+        rows = [row | {"label": 1, "boxes": []} for row in rows]
+    write("rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    write("llava.json", "[" + snippet(BATCH_PAGE, "json", '"conversations"') + "]")
+    (request,) = json_values(snippet(BATCH_PAGE, "json", '"method"'))
+    write("requests.jsonl", json.dumps(request) + "\n")
+    Path("photos").mkdir(exist_ok=True)
+    shutil.copy(image, "photos")
+
+
+def show(command: str) -> str:
+    """Run a command of the guide to offline runs, and return the output that the guide may show."""
+    if not command.startswith("mindie-mm "):
+        return subprocess.run(["sh", "-ec", command], check=True, capture_output=True, text=True, timeout=60).stdout
+    write_inputs(command)
+    arguments, _, errors = command.partition("2>")
+    _, *given = shlex.split(arguments, comments=True)
+    if given[0] == "tokenize" and "--retry-errors" not in given:
+        shutil.rmtree(given[given.index("--output") + 1], ignore_errors=True)
+    if given[0] == "generate":
+        for file in Path().glob("answers.jsonl*"):
+            file.unlink()
+    ended = warm.run(["mindie-mm", *given], timeout=240, env=os.environ | {"COLUMNS": "200"})
+    assert ended.returncode == 0, (command, ended.stderr)
+    if errors:
+        return str(ended.stderr.splitlines()[-1])
+    return Path("answers.jsonl").read_text(encoding="utf-8") if given[0] == "generate" else str(ended.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("copied_workers")
+def test_each_command_of_the_offline_guide_runs_and_has_the_output_shown(checkout: Path) -> None:
+    """Commands for object stores and Ray need services that a test does not have."""
+    page = BATCH_PAGE.replace("CHECKPOINT", str(ROOT / "mindie_mm/assets/tiny"))
+    follows = r"(?:\n\n[^`#|\n](?:[^\n]|\n(?!\n))*:)?\n\n```(\w+)\n(.*?)^```"
+    blocks = re.findall(rf"^```sh\n(.*?)^```(?=(?:{follows})?)", page, re.MULTILINE | re.DOTALL)
+    num_shown = 0
+    for script, language, shown in blocks:
+        if re.search("s3://|--ray|^cat ", script):
+            continue
+        for command in re.sub("^pip .*\n", "", script).replace("\\\n", " ").splitlines():
+            out = show(command)
+        if language == "text":
+            assert out == shown.replace("/home/you/mindie_mm", str(checkout)), script
+        elif language == "json":
+            if out.endswith("no row failed\n"):
+                out = show("mindie-mm generate --tokenized run/ --output answers.jsonl")
+            written = [shape(one) | {"id": one.get("id")} for one in json_values(out)]
+            assert all(shape(one) | {"id": one.get("id")} in written for one in json_values(shown)), script
+        num_shown += language in ("text", "json")
+    assert num_shown >= 5
 
 
 @pytest.mark.slow

@@ -218,7 +218,7 @@ def _reason(error: BaseException) -> str:
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, _NotPublic):
-            return "its address is not public"
+            return "its address is not public. Send the data instead, or start the service with --allow-private-media"
         cause = getattr(cause, "os_error", None) or cause.__cause__
     if isinstance(error, aiohttp.InvalidURL):
         return "its host is neither a valid name nor a canonical address"
