@@ -352,9 +352,9 @@ class ChildChannel:
             raise EOFError("the parent process exited") from error
 
     def poll(self, timeout_s: float | None = 0.0) -> bool:
-        """Return whether a call to `recv` would return or raise EOFError without waiting.
+        """Wait for up to `timeout_s` seconds until `recv` would return or raise EOFError without waiting.
 
-        If not, wait until it would, for up to `timeout_s` seconds. If `timeout_s` is None, there is no time limit.
+        Return whether it would. If `timeout_s` is None, there is no time limit.
         """
         return self._connection.poll(timeout_s)
 

@@ -212,7 +212,7 @@ class EarlierAnswers:
             return sum(1 for _ in file)
 
     def take(self, file: BinaryIO) -> None:
-        """Move all lines of an answer file here. An earlier call may have been killed after copying them."""
+        """Move all lines of an answer file here. If a killed call has already copied them, only empty the file."""
         if not self.path.exists():
             file.seek(0)
             with replacing(self.path) as unfinished, unfinished.open("wb") as copy:
