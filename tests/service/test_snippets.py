@@ -29,6 +29,7 @@ PYTHON_PAGE = (ROOT / "docs/python.md").read_text()
 MINDIE_PAGE = (ROOT / "docs/migrate.md").read_text()
 BATCH_PAGE = (ROOT / "docs/batch.md").read_text()
 SERVE_PAGE = (ROOT / "docs/serve.md").read_text()
+STRUCTURED_PAGE = (ROOT / "docs/structured-outputs.md").read_text()
 QUICKSTART = (ROOT / "docs/quickstart.md").read_text()
 GUIDES = (
     "quickstart",
@@ -135,6 +136,13 @@ def test_the_guide_shows_why_a_request_is_refused(service: RunningService) -> No
     assert json.loads(answer) == json.loads(" ".join(output(SERVE_PAGE, "10.0.0.7/cat").split()))
 
 
+def test_the_guide_to_structured_outputs_shows_the_answer(service: RunningService) -> None:
+    answer = json.loads(curl(snippet(STRUCTURED_PAGE, "sh", "json_schema"), service))
+    assert answer["choices"][0]["message"]["content"] + "\n" == output(
+        STRUCTURED_PAGE, '"json_schema": {"name": "seen"'
+    )
+
+
 def test_the_quickstart_shows_the_streamed_answer(service: RunningService, capsys: pytest.CaptureFixture[str]) -> None:
     names = run(snippet(QUICKSTART, "python", "stream=True").replace(SERVED_AT, service.url))
     names["client"].close()
@@ -172,6 +180,13 @@ def test_the_openai_client_is_answered(service: RunningService, capsys: pytest.C
 def test_llm_answers_about_a_picture(capsys: pytest.CaptureFixture[str]) -> None:
     run(snippet(README, "python", "with LLM()"))
     assert "circle" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("checkout", "copied_workers")
+def test_llm_answers_with_one_of_the_choices(capsys: pytest.CaptureFixture[str]) -> None:
+    run(snippet(STRUCTURED_PAGE, "python", "StructuredOutputs"))
+    assert capsys.readouterr().out == "red\n"
 
 
 @pytest.mark.slow
