@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
@@ -127,6 +129,22 @@ def test_every_documented_command_has_the_arguments_that_it_takes(arguments: lis
     context = click.Context(command, info_name=command.name)
     _, left, _ = command.make_parser(context).parse_args(arguments)
     assert left == []
+
+
+@pytest.mark.parametrize("script", fenced("sh"), ids=lambda script: script.partition("\n")[0])
+def test_shell_code_parses_and_names_only_things_that_exist(script: str) -> None:
+    """Many of these commands need Docker, Kubernetes, Ray or a store, which a test does not have."""
+    ended = subprocess.run(["sh", "-n"], input=script, capture_output=True, text=True, check=False, timeout=60)
+    assert not ended.stderr
+    root = DOCS.parent
+    for path in re.findall(r"(?<![\w/:])(?:docker|examples|docs|tools)/[\w/.-]+", script):
+        assert (root / path).exists(), path
+    for module in re.findall(r"python -m ((?:tools|bench|mindie_mm)[\w.]*)", script):
+        assert importlib.util.find_spec(module) is not None, module
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(re.findall(r"'\.\[([\w-]+)\]'", script)) <= extras.keys()
+    services = yaml.safe_load((root / "docker/compose.yaml").read_text())["services"].values()
+    assert set(re.findall(r"--profile (\w+)", script)) <= {one for service in services for one in service["profiles"]}
 
 
 def test_the_documented_keys_file_is_valid(tmp_path: Path) -> None:
