@@ -15,7 +15,7 @@ from mindie_mm.inputs import Media, media_defaults, parse_messages, with_default
 from mindie_mm.settings.config import MediaCaps
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.requests import TokenizeRequest
-from service.render.answer import Hashing, features, like_vllm
+from service.render.answer import Hashing, features, hashes_of, like_vllm
 from tests.vllm.stored import ANSWERS, essence, stored_chats
 
 FAMILIES = sorted(path.stem for path in ANSWERS.glob("*.json"))
@@ -52,7 +52,7 @@ def rendered(tokenizer: Tokenizer, body: dict[str, Any], model_id: str, folder: 
     (plan,) = tokenizer.run(tokenizer.prompts.plan([request]))
     media = [(item, _file(item, folder / str(index))) for index, item in enumerate(request.media)]
     hashing = Hashing.of(model_id, MediaCaps().rgba_background_color, *options)
-    return {"token_ids": plan.ids.tolist(), "features": features(plan, media, hashing)}
+    return {"token_ids": plan.ids.tolist(), "features": features(plan, hashes_of(plan, media, hashing))}
 
 
 def _file(media: Media, path: Path) -> Path:

@@ -14,7 +14,7 @@ from mindie_mm.settings.config import MediaCaps
 from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.requests import TokenizeRequest
-from service.render.answer import Hashing, Tensors, features, like_vllm
+from service.render.answer import Hashing, Tensors, features, hashes_of, like_vllm
 from tests.vllm.stored import stored_chats
 from tests.vllm.tensors import STORED, items_of
 
@@ -46,7 +46,7 @@ def test_tensors_equal_vllms(family: str, tmp_path: Path) -> None:
                 different += [] if name in REFUSED else [name]
                 continue
             hashing = Hashing.of(family, MediaCaps().rgba_background_color, *options)
-            found = features(plan, [(media, []) for media in request.media], hashing, tensors)
+            found = features(plan, hashes_of(plan, [(media, []) for media in request.media], hashing), tensors)
             release(path_file)
             if items_of(json.loads(encode(found))) != expected:
                 different.append(name)
