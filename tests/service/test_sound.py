@@ -174,6 +174,7 @@ def test_an_invalid_sound_is_400(listener: httpx2.Client, data: bytes, message: 
     assert any(part in error for part in message.split("|")), error
 
 
+@pytest.mark.slow  # tests/tokenize/test_tokenizer.py has the same refusal without a service
 def test_a_family_without_audio_refuses_a_sound(random_checkpoint: Path, tmp_path: Path) -> None:
     body = {"messages": [{"role": "user", "content": [input_audio(encode_sound(tone(0.3), 16_000))]}]}
     with running_service(SETTINGS | {"spool": tmp_path / "spool"}, tmp_path / "log", random_checkpoint) as service:

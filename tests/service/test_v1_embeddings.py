@@ -124,6 +124,7 @@ def test_longer_inputs_are_truncated_on_request(http: httpx2.Client) -> None:
         np.testing.assert_allclose(truncated, post(http, input=kept), atol=1e-5)
 
 
+@pytest.mark.slow  # tests/engine/test_embed.py has the same refusal without a service
 def test_a_checkpoint_that_does_not_pool_is_refused_with_advice(tmp_path: Path, device: str) -> None:
     with running_service({"spool": tmp_path / "spool", "device": device}, tmp_path / "log") as service:
         answer = httpx2.post(f"{service.url}/v1/embeddings", json=TEXT)
