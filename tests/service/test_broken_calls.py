@@ -205,7 +205,7 @@ def test_a_schema_without_output_is_refused_before_the_answer(coder: httpx2.Clie
         assert (error["param"], error["message"]) == ("tools", NO_OUTPUT)
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_closing_tag_that_is_cut_off_is_not_part_of_the_arguments(coder: httpx2.Client, stream: bool) -> None:
     body = required({"enum": ["ab"]})
     num_tokens = coder.post(CHAT, json=body).json()["usage"]["completion_tokens"]
