@@ -152,7 +152,6 @@ class Seq2SeqEngine(BaseEngine):
                 "The prompt must have at least 1 token",
             )
         items = self._read(ids)
-        self._model.check_prompt(ids, items)
         return Request(
             request_id=message.request_id,
             params=params,

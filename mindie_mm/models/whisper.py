@@ -179,13 +179,14 @@ class WhisperModel(Seq2SeqModel):
             ids = upload([[known.start, *output_ids]], row.device)
             row.copy_(self._times(ids, row.unsqueeze(0))[0])
 
-    def check_prompt(self, ids: NDArray[np.int64], items: Sequence[MediaItem]) -> None:
-        known = self._processor
+    def read(self, ids: NDArray[np.int64]) -> list[MediaItem]:
+        items, known = super().read(ids), self._processor
         if len(items) != 1 or items[0].start != 0 or known.start not in ids[known.num_features :]:
             raise InputError(
                 f"the prompt has {len(items)} audio clips; this model needs one clip, followed by the decoder's first "
                 f"tokens, of which one is {known.start}"
             )
+        return items
 
     def longest_output(self, num_prompt: int) -> int:
         # One more position is for the language, if the decoder detects it.

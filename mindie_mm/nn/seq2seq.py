@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from mindie_mm.device import Device, upload
@@ -19,7 +17,7 @@ from mindie_mm.nn.checkpoint.renaming import RenamedWeights
 from mindie_mm.nn.generation import GenerationRules
 from mindie_mm.nn.model import MediaModel, ModelSpec
 from mindie_mm.nn.paged_cache import KVLayer
-from mindie_mm.nn.splice import MediaItem, Splice, plain_ids, splice
+from mindie_mm.nn.splice import Splice, plain_ids, splice
 from mindie_mm.nn.weights.pretrained import load_module
 
 
@@ -72,9 +70,6 @@ class Seq2SeqModel(MediaModel):
         A token of the answer needs `kv_token_bytes`.
         """
         return self.spec.kv_token_bytes + self.spec.hidden_size * self.spec.dtype.itemsize
-
-    def check_prompt(self, ids: NDArray[np.int64], items: Sequence[MediaItem]) -> None:
-        """Raise InputError if the model cannot answer the prompt `ids`, int64 [T], with these media items."""
 
     @torch.inference_mode()
     def encode_prompt(self, input_ids: Tensor, splices: Sequence[Splice]) -> Decoding:
