@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 from mindie_mm.inputs import KINDS
+from tests.models.small_checkpoints import read_model
 
 Items = Sequence[Mapping[str, Any]]
 
@@ -86,8 +87,7 @@ class PretrainedReference(Reference):
         file = path / "processor_config.json"
         settings = {**(json.loads(file.read_text()) if file.is_file() else {}), **self.settings}
         parts = [part.from_pretrained(path) for part in self.parts]
-        model = self.model_class.from_pretrained(path, dtype=torch.float32)
-        super().__init__(model, self.processor_class(*parts, **settings))
+        super().__init__(read_model(self.model_class, path), self.processor_class(*parts, **settings))
 
 
 class Remembered:

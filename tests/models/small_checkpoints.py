@@ -95,6 +95,10 @@ def without_token(path: Path, out: Path, token: str) -> Path:
     return out
 
 
+_last_saved: dict[tuple[type[Any], Path, bytes], Any] = {}
+"""The model that `save_model` wrote last, by its class, its directory and the contents of its config.json."""
+
+
 def save_model(out: Path, cls: type[Any], config: Any, eos: int | Sequence[int], pad: int, seed: int = 0) -> None:
     """Write a model of class `cls` with random weights."""
     torch.manual_seed(seed)
@@ -102,6 +106,17 @@ def save_model(out: Path, cls: type[Any], config: Any, eos: int | Sequence[int],
     model.generation_config.eos_token_id = eos
     model.generation_config.pad_token_id = pad
     model.save_pretrained(out)
+    _last_saved.clear()
+    _last_saved[cls, out, (out / "config.json").read_bytes()] = model
+
+
+def read_model(cls: type[Any], path: Path) -> Any:
+    """Return the model of a checkpoint in float32. If `save_model` has just written it, do not read it from its files.
+
+    A second call for the same checkpoint returns another model.
+    """
+    saved = _last_saved.pop((cls, path, (path / "config.json").read_bytes()), None)
+    return cls.from_pretrained(path, dtype=torch.float32) if saved is None else saved
 
 
 def save_json(out: Path, **files: Mapping[str, Any]) -> None:

@@ -4,7 +4,6 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import FuyuConfig, FuyuForCausalLM, FuyuImageProcessor, FuyuProcessor, PreTrainedTokenizerFast
@@ -16,7 +15,7 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.tokenize import Tokenizer as OurTokenizer
 from tests.models.contract import ExtremeShapes, FamilyContract, picture
 from tests.models.references import Reference as BaseReference
-from tests.models.small_checkpoints import changed, save_json, save_model
+from tests.models.small_checkpoints import changed, read_model, save_json, save_model
 from tests.transformers_reference import AutoTokenizer
 
 SPECIAL = ("<unk>", "<s>", "|ENDOFTEXT|")
@@ -48,7 +47,7 @@ class Reference(BaseReference):
         tokenizer = AutoTokenizer.from_pretrained(path)
         tokenizer.model_input_names = ["input_ids", "attention_mask"]
         super().__init__(
-            FuyuForCausalLM.from_pretrained(path, dtype=torch.float32),
+            read_model(FuyuForCausalLM, path),
             FuyuProcessor(FuyuImageProcessor.from_pretrained(path), tokenizer),
         )
 

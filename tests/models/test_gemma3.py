@@ -26,7 +26,7 @@ from mindie_mm.tokenize.prompt import PromptOptions
 from mindie_mm.tokenize.requests import TokenizeRequest
 from tests.models.contract import PICTURES, ExtremeShapes, FamilyContract, picture, refusals
 from tests.models.references import Reference as BaseReference
-from tests.models.small_checkpoints import TEXT, VISION, save_json, save_model, save_tokenizer
+from tests.models.small_checkpoints import TEXT, VISION, read_model, save_json, save_model, save_tokenizer
 from tests.transformers_reference import AutoTokenizer
 
 TOKENS = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
@@ -100,7 +100,7 @@ class Reference(BaseReference):
         # The processor's class replaces the crop settings by False. Use the settings of the checkpoint's file.
         asked = {name: value for name in SCAN if (value := getattr(images, name)) is not None}
         processor.images_kwargs = {**processor.images_kwargs, **asked}
-        super().__init__(Gemma3ForConditionalGeneration.from_pretrained(path, dtype=torch.float32), processor)
+        super().__init__(read_model(Gemma3ForConditionalGeneration, path), processor)
 
 
 PROMPTS = {

@@ -22,7 +22,7 @@ from mindie_mm.models._timm import import_timm
 from mindie_mm.nn.paged_cache import KVLayer, SharedLayer
 from tests.models.contract import PICTURES, ExtremeShapes, FamilyContract, picture, refusals
 from tests.models.references import Reference as BaseReference
-from tests.models.small_checkpoints import save_json, save_model, save_tokenizer
+from tests.models.small_checkpoints import read_model, save_json, save_model, save_tokenizer
 from tests.sound_samples import tone
 from tests.transformers_reference import AutoTokenizer
 
@@ -155,7 +155,7 @@ class Reference(BaseReference):
     markers: ClassVar = {"image": "<image_soft_token>", "audio": "<audio_soft_token>"}
 
     def __init__(self, path):
-        model = transformers.Gemma3nForConditionalGeneration.from_pretrained(path, dtype=torch.float32)
+        model = read_model(transformers.Gemma3nForConditionalGeneration, path)
         super().__init__(model, transformers.Gemma3nProcessor.from_pretrained(path))
 
     def inputs(self, items):

@@ -30,7 +30,7 @@ from mindie_mm.settings.config import EngineConfig
 from mindie_mm.tokenize import Tokenizer
 from tests.models.contract import PICTURES, ExtremeShapes, FamilyContract, clip, picture, refusals, run
 from tests.models.references import Reference as BaseReference
-from tests.models.small_checkpoints import changed, save_json, save_model, save_tokenizer
+from tests.models.small_checkpoints import changed, read_model, save_json, save_model, save_tokenizer
 from tests.sound_samples import tone
 from tests.transformers_reference import AutoTokenizer
 
@@ -149,7 +149,7 @@ class Reference(BaseReference):
     markers: ClassVar = {"image": "<|image|>", "video": "<|video|>", "audio": "<|audio|>"}
 
     def __init__(self, path):
-        model = Gemma4ForConditionalGeneration.from_pretrained(path, dtype=torch.float32)
+        model = read_model(Gemma4ForConditionalGeneration, path)
         super().__init__(model, Gemma4Processor.from_pretrained(path))
 
     def inputs(self, items):

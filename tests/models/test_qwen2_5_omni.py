@@ -32,7 +32,7 @@ from mindie_mm.tokenize import Tokenizer
 from tests.media_samples import decode_all, encode_video, moving_frames
 from tests.models.contract import FamilyContract, Unpacked, clip, picture, run
 from tests.models.references import Reference as BaseReference
-from tests.models.small_checkpoints import save_model, save_tokenizer
+from tests.models.small_checkpoints import read_model, save_model, save_tokenizer
 from tests.sound_samples import encode_sound, tone
 from tests.transformers_reference import AutoTokenizer, Qwen2VLImageProcessor, Qwen2VLVideoProcessor, VideoMetadata
 
@@ -154,7 +154,7 @@ def write_checkpoint(out, processor=SmallVideosProcessor):
 
 def make_reference(path, processor=SmallVideosProcessor):
     return Reference(
-        Qwen2_5OmniThinkerForConditionalGeneration.from_pretrained(path, dtype=torch.float32),
+        read_model(Qwen2_5OmniThinkerForConditionalGeneration, path),
         processor(
             Qwen2VLImageProcessor.from_pretrained(path),
             Qwen2VLVideoProcessor.from_pretrained(path),

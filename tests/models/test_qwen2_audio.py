@@ -19,7 +19,7 @@ from mindie_mm.tokenize import Tokenizer
 from tests.models.contract import FamilyContract
 from tests.models.mindie_contract import MindIEContract
 from tests.models.references import Reference as BaseReference
-from tests.models.small_checkpoints import save_model, save_tokenizer
+from tests.models.small_checkpoints import read_model, save_model, save_tokenizer
 from tests.sound_samples import encode_sound, speech, tone
 from tests.transformers_reference import AutoTokenizer
 
@@ -104,7 +104,7 @@ class TestQwen2Audio(MindIEContract, FamilyContract):
     @classmethod
     def make_reference(cls, path):
         return Reference(
-            Qwen2AudioForConditionalGeneration.from_pretrained(path, dtype=torch.float32),
+            read_model(Qwen2AudioForConditionalGeneration, path),
             Qwen2AudioProcessor(FeatureExtractor.from_pretrained(path), AutoTokenizer.from_pretrained(path)),
         )
 

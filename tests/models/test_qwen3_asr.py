@@ -6,7 +6,6 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     Qwen3ASRConfig,
@@ -22,7 +21,7 @@ from mindie_mm.nn.splice import plain_ids
 from mindie_mm.tokenize import Tokenizer
 from tests.models.contract import FamilyContract, refusals
 from tests.models.references import Reference as BaseReference
-from tests.models.small_checkpoints import save_json, save_model, save_tokenizer
+from tests.models.small_checkpoints import read_model, save_json, save_model, save_tokenizer
 from tests.sound_samples import tone
 from tests.transformers_reference import AutoTokenizer
 
@@ -99,7 +98,7 @@ class TestQwen3ASR(FamilyContract):
     @classmethod
     def make_reference(cls, path):
         return Reference(
-            Qwen3ASRForConditionalGeneration.from_pretrained(path, dtype=torch.float32),
+            read_model(Qwen3ASRForConditionalGeneration, path),
             Qwen3ASRProcessor(Qwen3ASRFeatureExtractor(feature_size=BINS), AutoTokenizer.from_pretrained(path)),
         )
 

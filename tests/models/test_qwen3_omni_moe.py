@@ -16,7 +16,7 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.splice import plain_ids
 from mindie_mm.tokenize import Tokenizer
 from tests.models.contract import FamilyContract, clip
-from tests.models.small_checkpoints import save_json, save_model, save_tokenizer
+from tests.models.small_checkpoints import read_model, save_json, save_model, save_tokenizer
 from tests.models.test_qwen2_5_omni import CHAT_TEMPLATE, FILMS, NAMES, TOKENS
 from tests.models.test_qwen2_5_omni import Reference as Qwen25Reference
 from tests.models.test_qwen2_5_omni import TestFilms as FilmsContract
@@ -139,9 +139,7 @@ def write_checkpoint(out):
 
 def make_reference(path):
     return Qwen25Reference(
-        encoding_each_clip_alone(
-            Qwen3OmniMoeThinkerForConditionalGeneration.from_pretrained(path, dtype=torch.float32)
-        ),
+        encoding_each_clip_alone(read_model(Qwen3OmniMoeThinkerForConditionalGeneration, path)),
         SmallVideosProcessor(
             Qwen2VLImageProcessor.from_pretrained(path),
             Qwen2VLVideoProcessor.from_pretrained(path),
