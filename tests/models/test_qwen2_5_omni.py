@@ -1,5 +1,6 @@
 """Tests for Qwen2.5-Omni's thinker against transformers, on random weights."""
 
+import functools
 import io
 import json
 from fractions import Fraction
@@ -276,6 +277,7 @@ FILMS = {
 """Number of frames, frames per second, and length of the sound in seconds."""
 
 
+@functools.cache
 def film(frames: int, rate: int, seconds: float, width: int = 112, height: int = 84, *, num_tracks: int = 1) -> bytes:
     """Encode a film with audio without losses. All its audio tracks are the same."""
     file = io.BytesIO()
