@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from mindie_mm.device.quantized_linear import QuantizedLinear, QuantizedWeight
+
 _MOST_UNSORTED = 256
 """Maximum number of rows to run through all experts.
 
@@ -37,12 +39,15 @@ class ExpertWeights:
     """Function from the outputs of the first product, [..., outputs], to [..., inner]."""
     is_share: bool = False
     """True if other ranks have experts, too. `chosen` is `len(first)` for these, and their outputs are zeros."""
+    scales: tuple[Tensor, Tensor] | None = None
+    """Scales of the rows of int8 weights of both products, float32 [experts, outputs]. The inputs of both products are
+    then rounded to 8 bits, and divided by their largest values first."""
 
 
 def run(hidden: Tensor, chosen: Tensor, experts: ExpertWeights) -> Tensor:
     """Run the chosen experts in the way that is fastest for the number of rows."""
     count = len(experts.first)
-    if len(hidden) > _MOST_UNSORTED:
+    if len(hidden) > _MOST_UNSORTED or experts.scales is not None:
         return by_sorting(hidden, chosen, experts)
     way = by_gathering if _GATHERING_COST * chosen.numel() <= count else by_all
     if not experts.is_share:
@@ -54,9 +59,18 @@ def by_sorting(hidden: Tensor, chosen: Tensor, experts: ExpertWeights) -> Tensor
     """Run one expert after another. The host waits for the number of rows of each expert."""
 
     def passed_by(expert: int, rows: Tensor) -> Tensor:
-        return linear(experts.activate(linear(rows, experts.first[expert])), experts.second[expert])
+        if experts.scales is None:
+            return linear(experts.activate(linear(rows, experts.first[expert])), experts.second[expert])
+        first, second = (scales[expert].unsqueeze(1) for scales in experts.scales)
+        inner = experts.activate(_rounded_product(rows, experts.first[expert], first))
+        return _rounded_product(inner, experts.second[expert], second)
 
     return one_by_one(hidden, chosen, len(experts.first), passed_by)
+
+
+def _rounded_product(rows: Tensor, values: Tensor, scales: Tensor) -> Tensor:
+    layer = QuantizedLinear(QuantizedWeight(values, scales, rounds_input=True), None)
+    return layer(rows)  # type: ignore[no-any-return]
 
 
 def one_by_one(hidden: Tensor, chosen: Tensor, num_experts: int, passed_by: Callable[[int, Tensor], Tensor]) -> Tensor:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from mindie_mm.device import ExpertWeights, joined_experts, kernels_of
+from mindie_mm.device import ExpertWeights, QuantizedLinear, joined_experts, kernels_of
 from mindie_mm.nn.layers import is_silu
 
 NAME = "mindie_mm"
@@ -78,20 +78,32 @@ class JoinedExperts(nn.Module):
     """Experts that share one tensor per product, and are selected on the device."""
 
     def __init__(
-        self, first: Tensor, second: Tensor, activate: Callable[[Tensor], Tensor], start: int | None = None
+        self,
+        first: Tensor,
+        second: Tensor,
+        activate: Callable[[Tensor], Tensor],
+        start: int | None = None,
+        scales: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        """Create the layer. The first arguments are those of `ExpertWeights`, and `start` is that of `Experts`."""
+        """Create the layer. `start` is that of `Experts`, and the other arguments are those of `ExpertWeights`."""
         super().__init__()
+        for name, own in zip(("first_scales", "second_scales"), scales or (None, None), strict=True):
+            self.register_buffer(name, own, persistent=False)
         self.first = nn.Parameter(first.detach(), requires_grad=False)
         self.second = nn.Parameter(second.detach(), requires_grad=False)
         self.activate = activate
         self.start = start
 
+    first_scales: Tensor | None
+    second_scales: Tensor | None
+
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum of the outputs of each row's experts, [T, width], as `Kernels.experts` does."""
         if self.start is not None:
             chosen = joined_experts.on_rank(chosen, self.start, len(self.first))
-        own = ExpertWeights(self.first, self.second, self.activate, is_share=self.start is not None)
+        first, second = self.first_scales, self.second_scales
+        scales = None if first is None or second is None else (first, second)
+        own = ExpertWeights(self.first, self.second, self.activate, self.start is not None, scales)
         return kernels_of(hidden.device).experts(hidden, chosen, weights, own)
 
 
@@ -113,7 +125,7 @@ def run(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
 def arrange(module: nn.Module) -> None:
     """Prepare the mixture-of-experts layers in `module` for its device. `module` must be loaded.
 
-    Quantized experts, and experts with biases or norms of their own, keep transformers' implementation. While layers of
+    Experts with biases or norms of their own keep transformers' implementation. While layers of
     our own are joined, the weights of one layer are in memory twice.
     """
     for part in [*module.modules()]:
@@ -136,12 +148,36 @@ def _is_theirs(part: Any) -> bool:
     )
 
 
-def _arrange_theirs(part: Any) -> None:
-    """Move the weights of a transformers layer to a layer of this module, which it then calls."""
+def rounds_theirs(part: Any, device: torch.device) -> bool:
+    """Return whether `replace_theirs` can give int8 weights on this device to the transformers module `part`."""
+    return kernels_of(device).rounds_experts and _is_theirs(part) and bool(part.has_gate)
+
+
+def replace_theirs(part: Any, first: Tensor, second: Tensor, scales: tuple[Tensor, Tensor], dtype: torch.dtype) -> None:
+    """Let a transformers layer without weights call a layer of this module with int8 weights.
+
+    Args:
+        part: The layer.
+        first: Weights of the first product, int8 on the device, as in `ExpertWeights`. Gates come before values.
+        second: Weights of the second product.
+        scales: Scales of both.
+        dtype: The dtype of the activations.
+
+    """
+    activate = _activation(part, torch.empty(0, dtype=dtype, device=first.device))
+    _call_ours(part, JoinedExperts(first, second, activate, None, scales))
+
+
+def _call_ours(part: Any, ours: Experts | JoinedExperts) -> None:
     from transformers.integrations.moe import ExpertsInterface  # late: the import takes seconds
 
     ExpertsInterface.register(NAME, run)
     part.config._experts_implementation = NAME  # noqa: SLF001 - there is no public name
+    part.arranged = ours
+
+
+def _arrange_theirs(part: Any) -> None:
+    """Move the weights of a transformers layer to a layer of this module, which it then calls."""
     name = "gate_up_proj" if part.has_gate else "up_proj"
     first, second = getattr(part, name).detach(), part.down_proj.detach()
     if part.is_transposed:
@@ -151,7 +187,7 @@ def _arrange_theirs(part: Any) -> None:
     del part.down_proj
     # transformers sets this attribute if a plan of `weights/shares.py` divides the experts among ranks.
     start = dist.get_rank() * len(first) if part._is_expert_parallel else None  # noqa: SLF001
-    part.arranged = experts_of(first, second, activate, start)
+    _call_ours(part, experts_of(first, second, activate, start))
 
 
 def _activation(part: Any, weight: Tensor) -> Callable[[Tensor], Tensor]:
@@ -164,18 +200,34 @@ def _activation(part: Any, weight: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def _is_plain(experts: Experts) -> bool:
-    """Return whether the experts are `GatedMLP`s with plain linear layers on a device that joins experts."""
+    """Return whether the experts are `GatedMLP`s whose linear layers a device joins."""
     linears = [layer for expert in experts for layer in expert.children()]
-    return (
-        all(type(expert) is GatedMLP for expert in experts)
-        and all(type(linear) is nn.Linear for linear in linears)
-        and kernels_of(next(experts.parameters()).device).joins_experts
+    if any(type(expert) is not GatedMLP for expert in experts):
+        return False
+    if all(type(linear) is nn.Linear for linear in linears):
+        return kernels_of(linears[0].weight.device).joins_experts  # type: ignore[arg-type]
+    return all(
+        isinstance(linear, QuantizedLinear)
+        and linear.rounds_input
+        and linear.input_scale is None
+        and linear.bias is None
+        and kernels_of(linear.values.device).rounds_experts
+        for linear in linears
     )
 
 
 def _joined(experts: Experts) -> JoinedExperts:
     """Return one layer with the weights of `experts`."""
-    parts = [[expert.get_parameter(f"{name}_proj.weight") for name in ("gate", "up", "down")] for expert in experts]
+    layers: list[list[Any]] = [
+        [expert.get_submodule(f"{name}_proj") for name in ("gate", "up", "down")] for expert in experts
+    ]
+    scales = None
+    if isinstance(layers[0][0], QuantizedLinear):
+        parts = [[layer.values for layer in each] for each in layers]
+        own = [[layer.scales.flatten() for layer in each] for each in layers]
+        scales = torch.stack([torch.cat(each[:2]) for each in own]), torch.stack([each[2] for each in own])
+    else:
+        parts = [[layer.weight for layer in each] for each in layers]
     gate = parts[0][0]
     inner, width = gate.shape
     first, second = gate.new_empty(len(parts), 2 * inner, width), gate.new_empty(len(parts), width, inner)
@@ -183,4 +235,4 @@ def _joined(experts: Experts) -> JoinedExperts:
         into[:inner].copy_(one)
         into[inner:].copy_(up)
         back.copy_(down)
-    return JoinedExperts(first, second, kernels_of(gate.device).swiglu)
+    return JoinedExperts(first, second, kernels_of(gate.device).swiglu, None, scales)

@@ -137,3 +137,65 @@ def test_layers_with_the_same_input_round_it_once(kind, rounding, random_checkpo
     ids = torch.arange(10, 40)
     exact, rounded = (load_model(folder, device="cpu", dtype=dtype).logits(ids) for dtype in ("float32", "bfloat16"))
     assert (logits - exact).norm() <= 1.2 * (rounded - exact).norm()
+
+
+def with_experts(path: str) -> list:
+    """Return the logits of a checkpoint on the NPU, the operators of experts, and the dtypes of their weights."""
+    import torch_npu  # noqa: F401
+
+    from mindie_mm.models import load_model
+    from mindie_mm.nn.experts import JoinedExperts
+
+    model = load_model(path, device="npu", dtype="bfloat16")
+    model.logits(torch.arange(10, 40))  # also runs the trials of the operators
+    with Recorder() as recorder:
+        logits = model.logits(torch.arange(10, 40))
+    layers = [part for part in model.module.modules() if isinstance(part, JoinedExperts)]
+    dtypes = [str(weight.dtype) for layer in layers for weight in layer.parameters()]
+    return [
+        logits.cpu(),
+        [name for name in recorder.names if name in ("npu_grouped_matmul", "npu_dynamic_quant")],
+        dtypes,
+    ]
+
+
+@pytest.mark.parametrize("partly", [False, True])
+def test_the_experts_of_a_checkpoint_of_modelslim_stay_in_8_bits(partly, tmp_path):
+    """If an expert of a layer is not quantized, all experts of the layer are dequantized."""
+    from mindie_mm.models import load_model
+    from tests.models.modelslim import quantize
+    from tests.models.test_qwen3_vl_moe import TestQwen3VLMoe, separate_experts
+
+    TestQwen3VLMoe.write_checkpoint(tmp_path)
+    folder = separate_experts(tmp_path, tmp_path / "packed")
+
+    def kind_of(name: str, weight: torch.Tensor) -> str | None:
+        is_plain = partly and "layers.0" in name and "experts.1." in name
+        return "W8A8_DYNAMIC" if ".experts." in name and not is_plain else None
+
+    quantize(folder, kind_of)
+    logits, names, dtypes = call(with_experts, str(folder))
+    layers = len(dtypes) // 2
+    assert layers > 1
+    assert dtypes == ["torch.bfloat16"] * 2 * partly + ["torch.int8"] * 2 * (layers - partly)
+    assert names == ["npu_grouped_matmul"] * 2 * partly + ["npu_dynamic_quant", "npu_grouped_matmul"] * 2 * (
+        layers - partly
+    )
+    expected = load_model(folder, device="cpu").logits(torch.arange(10, 40))
+    assert (logits - expected).norm() <= 0.05 * expected.norm()
+
+
+def test_experts_of_layers_of_our_own_stay_in_8_bits(tmp_path):
+    from mindie_mm.models import load_model
+    from tests.models.golden import GOLDEN, drawn_weights, write_checkpoint
+    from tests.models.modelslim import quantize
+
+    golden = GOLDEN / "deepseek_vl2" / "latent"
+    write_checkpoint(golden, tmp_path, drawn_weights(golden))
+    quantize(tmp_path, lambda name, _: "W8A8_DYNAMIC" if ".mlp.experts." in name else None)
+    logits, names, dtypes = call(with_experts, str(tmp_path))
+    assert {*dtypes} == {"torch.int8"}
+    assert names == ["npu_dynamic_quant", "npu_grouped_matmul"] * len(dtypes)
+    ids = torch.arange(10, 40)
+    exact, rounded = (load_model(tmp_path, device="cpu", dtype=dtype).logits(ids) for dtype in ("float32", "bfloat16"))
+    assert (logits - exact).norm() <= 1.2 * (rounded - exact).norm()

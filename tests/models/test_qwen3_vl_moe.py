@@ -81,17 +81,7 @@ class TestQwen3VLMoe(FamilyContract):
         assert (tmp_path / "again" / "model.safetensors").read_bytes() == (path / "model.safetensors").read_bytes()
 
     def test_separate_weights_of_experts_give_the_same_logits(self, path, model, tokenized, tmp_path):
-        shutil.copytree(path, tmp_path, dirs_exist_ok=True)
-        weights: dict[str, torch.Tensor] = {}
-        for name, weight in load((path / "model.safetensors").read_bytes()).items():
-            stem, _, part = name.rpartition(".")
-            for number, expert in enumerate(weight.mT if ".experts." in name else ()):
-                halves = zip(("gate_proj", "up_proj"), expert.chunk(2), strict=True)
-                for one, value in halves if part == "gate_up_proj" else [(part, expert)]:
-                    weights[f"{stem}.{number}.{one}.weight"] = value.contiguous()
-            if ".experts." not in name:
-                weights[name] = weight
-        save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        separate_experts(path, tmp_path)
         found = self.logits(load_model(tmp_path, device="cpu", dtype="float32"), tokenized["text"])
         torch.testing.assert_close(found, self.logits(model, tokenized["text"]).cpu(), rtol=1e-4, atol=1e-4)
 
@@ -128,6 +118,22 @@ class TestQwen3VLMoe(FamilyContract):
         config["text_config"]["norm_topk_prob"] = False
         (tmp_path / "config.json").write_text(json.dumps(config))
         self.assert_refused(tmp_path, "norm_topk_prob is False")
+
+
+def separate_experts(path, out):
+    """Copy a checkpoint to `out`, with the weights of each expert stored separately."""
+    shutil.copytree(path, out, dirs_exist_ok=True)
+    weights: dict[str, torch.Tensor] = {}
+    for name, weight in load((path / "model.safetensors").read_bytes()).items():
+        stem, _, part = name.rpartition(".")
+        for number, expert in enumerate(weight.mT if ".experts." in name else ()):
+            halves = zip(("gate_proj", "up_proj"), expert.chunk(2), strict=True)
+            for one, value in halves if part == "gate_up_proj" else [(part, expert)]:
+                weights[f"{stem}.{number}.{one}.weight"] = value.contiguous()
+        if ".experts." not in name:
+            weights[name] = weight
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    return out
 
 
 def rewritten(path, out, change, more=()):

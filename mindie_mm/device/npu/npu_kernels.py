@@ -68,6 +68,7 @@ class NPUKernels(Kernels):
     has_attention: ClassVar[bool] = True
     counts_launches: ClassVar[bool] = True
     attends_in_graphs: ClassVar[bool] = True
+    rounds_experts: ClassVar[bool] = True
 
     def attends(self, query: Tensor, keys: Tensor, values: Tensor, rows: Rows) -> bool:
         (heads, _, width), (_, block_size, kv_heads, _) = query.shape, keys.shape
@@ -141,7 +142,8 @@ class NPUKernels(Kernels):
 
     def experts(self, hidden: Tensor, chosen: Tensor, weights: Tensor, experts: ExpertWeights) -> Tensor:
         kind = hidden.device, hidden.dtype, *experts.first.shape[1:], experts.second.shape[2]
-        fused = hidden.dtype in HALF and npu_experts.supports(experts) and works(npu_experts.NAME, *kind)
+        name = npu_experts.NAME if experts.scales is None else npu_experts.ROUNDED
+        fused = hidden.dtype in HALF and npu_experts.supports(experts) and works(name, *kind)
         return (npu_experts.run if fused else super().experts)(hidden, chosen, weights, experts)
 
 
@@ -273,7 +275,8 @@ _TRIALS: dict[str, tuple[Callable[..., trials.Results], Callable[..., Any]]] = {
     _ROTATE_ROWS: (trials.rotary_rows, npu_rows.rotate_rows),
     _SPLIT: (trials.split, npu_rows.split),
     _SWIGLU: (trials.swiglu, npu_rows.swiglu),
-    npu_experts.NAME: (trials.experts, npu_experts.run),
+    npu_experts.NAME: (partial(trials.experts, rounds=False), npu_experts.run),
+    npu_experts.ROUNDED: (partial(trials.experts, rounds=True), npu_experts.run),
     npu_products.DYNAMIC: (partial(trials.quantized, is_static=False), npu_products.multiply_dynamic),
     npu_products.STATIC: (partial(trials.quantized, is_static=True), npu_products.multiply_static),
 }
@@ -292,7 +295,7 @@ _SIZES: dict[str, tuple[int, ...]] = {
     _ROTATE_ROWS: (28, 4, 128),
     _SPLIT: (3584, 512, 512),
     _SWIGLU: (37888,),
-    npu_experts.NAME: (1536, 2048, 768),
+    **dict.fromkeys((npu_experts.NAME, npu_experts.ROUNDED), (1536, 2048, 768)),
     npu_products.DYNAMIC: (3584, 3584),
     npu_products.STATIC: (3584, 3584),
 }

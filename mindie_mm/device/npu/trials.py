@@ -234,16 +234,29 @@ def quantized(
 
 
 def experts(
-    run: Callable[..., Tensor], device: torch.device, dtype: torch.dtype, outputs: int, width: int, inner: int
+    run: Callable[..., Tensor],
+    device: torch.device,
+    dtype: torch.dtype,
+    outputs: int,
+    width: int,
+    inner: int,
+    *,
+    rounds: bool,
 ) -> Results:
     """Try a mixture of six experts, as in `Kernels.experts`. One of them has no rows, and one has a single row.
 
-    In a second call, the last two experts are those of another rank.
+    In a second call, the last two experts are those of another rank. If the experts round their inputs, their weights
+    are int8.
     """
     random = torch.Generator().manual_seed(0)
     hidden = torch.randn(33, width, generator=random).to(dtype)
     first = (torch.randn(6, outputs, width, generator=random) * width**-0.5).to(dtype)
     second = (torch.randn(6, width, inner, generator=random) * 2 * inner**-0.5).to(dtype)
+    scales: list[Tensor] = []
+    if rounds:  # scales in powers of two are exact in bfloat16
+        scales = [(weight.float().abs().amax(2) / 127).log2().ceil().exp2() for weight in (first, second)]
+        rounded = zip((first, second), scales, strict=True)
+        first, second = ((weight.float() / own.unsqueeze(2)).round().to(torch.int8) for weight, own in rounded)
     chosen = torch.tensor([0, 1, 3, 5])[torch.rand(33, 4, generator=random).argsort(1)[:, :2]]
     chosen[7, 1] = 4
     weights = torch.rand(chosen.shape, generator=random).to(dtype)
@@ -251,8 +264,16 @@ def experts(
     for count in (6, 4):
         kernels, is_share, own = Kernels(), count < len(first), chosen.clamp(max=count)
         activate: Callable[[Tensor], Tensor] = kernels.swiglu if outputs == 2 * inner else silu
-        layer = ExpertWeights(first[:count].to(device), second[:count].to(device), activate, is_share)
+        parts = [part[:count] for part in (first, second, *scales)]
+        layer = _experts([part.to(device) for part in parts], activate, is_share=is_share)
         outs.append(run(*(part.to(device) for part in (hidden, own, weights)), layer))
-        layer = ExpertWeights(first[:count].float(), second[:count].float(), activate, is_share)
-        expected.append(kernels.experts(hidden.float(), own, weights.float(), layer))
+        # Inner values of another dtype would be rounded to other integers.
+        layer = _experts([part if rounds else part.float() for part in parts], activate, is_share=is_share)
+        given = hidden if rounds else hidden.float()
+        expected.append(kernels.experts(given, own, weights.float(), layer).float())
     return torch.cat(outs), torch.cat(expected)
+
+
+def _experts(parts: Sequence[Tensor], activate: Callable[[Tensor], Tensor], *, is_share: bool) -> ExpertWeights:
+    first, second, *scales = parts
+    return ExpertWeights(first, second, activate, is_share, (scales[0], scales[1]) if scales else None)

@@ -7,6 +7,7 @@ have no weights at all.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
@@ -14,9 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from mindie_mm.device import Device
+from mindie_mm.nn import experts
 from mindie_mm.nn.weights.formats import Format, PackedWeight
+from mindie_mm.nn.weights.formats.packed import IntegerWeight
 
 _log = logging.getLogger(__name__)
+_PROJECTIONS = ("gate", "up", "down")
+_EXPERT = re.compile(r".+\.experts\.(?P<expert>\d+)\.(?P<projection>gate|up|down)_proj\.weight")
 
 
 class Placing:
@@ -28,6 +33,8 @@ class Placing:
         self._adds_biases = packing is not None and packing.adds_biases
         self._weights: dict[str, PackedWeight] = {}
         self._biases: dict[str, Tensor] = {}
+        self._experts: dict[str, dict[tuple[str, int], tuple[str, IntegerWeight]]] = {}
+        """Name and weight of each projection of each expert, by the path of the experts in the model."""
         self._num_dequantized = 0
         self.misfits: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
         """Name of each weight of the wrong shape, its shape, and the shape that the model needs."""
@@ -55,6 +62,32 @@ class Placing:
         self._weights[path] = weight
         return True
 
+    def take_expert(self, path: str, name: str, weight: Tensor | PackedWeight, model: nn.Module) -> bool:
+        """Keep a published weight of an expert, if the device multiplies rounded rows by it. Return whether it is kept.
+
+        Args:
+            path: Path of the experts in the model.
+            name: Published name of the weight.
+            weight: Its value.
+            model: The model, on the meta device.
+
+        """
+        match = _EXPERT.fullmatch(name)
+        if match is None or not isinstance(weight, IntegerWeight):
+            return False
+        rounds = weight.quantized.rounds_input and weight.quantized.static_input is None
+        if not rounds or not experts.rounds_theirs(_submodule(model, path), self._device.torch_device):
+            return False
+        self._experts.setdefault(path, {})[match["projection"], int(match["expert"])] = name, weight
+        return True
+
+    def incomplete_experts(self, model: nn.Module) -> Iterator[tuple[str, PackedWeight]]:
+        """Yield the kept weights of layers of which others were not kept, and forget them."""
+        for path, found in [*self._experts.items()]:
+            layer: Any = model.get_submodule(path)
+            if len(found) < len(_PROJECTIONS) * len(layer.down_proj):
+                yield from self._experts.pop(path).values()
+
     def _take_bias(self, path: str, layer: Any, bias: Tensor) -> bool:
         """Keep a bias that the unquantized layer does not have.
 
@@ -77,6 +110,10 @@ class Placing:
             if weight.has_bias:
                 layer.bias = None
             layer._is_hf_initialized = True  # noqa: SLF001 - transformers must not initialize the missing weight
+        for path in self._experts:
+            layer = model.get_submodule(path)
+            layer.gate_up_proj = layer.down_proj = None
+            layer._is_hf_initialized = True  # noqa: SLF001
 
     def finish(self, model: nn.Module, dtype: torch.dtype) -> None:
         """Replace the layers of `model`, whose plain weights are loaded."""
@@ -87,6 +124,8 @@ class Placing:
             else:
                 layer.register_buffer("bias", added, persistent=False)
                 layer.register_forward_hook(_add_bias)
+        for path in [*self._experts]:
+            self._finish_experts(path, model, dtype)
         layers: list[Any] = []
         while self._weights:
             path, weight = self._weights.popitem()
@@ -107,6 +146,17 @@ class Placing:
                 sum(layer.values.nbytes + layer.scales.nbytes for layer in layers) / 2**20,
                 sum(layer.rounds_input for layer in layers),
             )
+
+    def _finish_experts(self, path: str, model: nn.Module, dtype: torch.dtype) -> None:
+        found = self._experts.pop(path)
+        numbers = range(len(found) // len(_PROJECTIONS))
+        weights = {name: [found[name, number][1].quantized for number in numbers] for name in _PROJECTIONS}
+        values = {name: torch.stack([one.values for one in own]) for name, own in weights.items()}
+        scales = {name: torch.stack([one.scales[:, 0] for one in own]) for name, own in weights.items()}
+        first, second = torch.cat([values["gate"], values["up"]], 1), values["down"]
+        parts = first, second, torch.cat([scales["gate"], scales["up"]], 1), scales["down"]
+        first, second, *both = (part.to(self._device.torch_device) for part in parts)
+        experts.replace_theirs(model.get_submodule(path), first, second, (both[0], both[1]), dtype)
 
 
 def _add_bias(norm: Any, _: Any, normed: Tensor) -> Tensor:
@@ -138,7 +188,7 @@ def with_packed(
 ) -> tuple[type[Any], dict[str, Tensor]]:
     """Return a class whose `from_pretrained` leaves out packed weights, and its argument `state_dict`.
 
-    A packed weight that transformers would convert, such as that of an expert, is dequantized.
+    A packed weight that transformers would convert is dequantized, such as that of an expert on most devices.
 
     Args:
         cls: The PreTrainedModel to load.
@@ -154,6 +204,8 @@ def with_packed(
     plain: dict[str, Tensor] = {}
     for name, weight in weights:
         own, is_converted = name_in(name)
+        if is_converted and placing.take_expert(own.rpartition(".")[0], name, weight, model):
+            continue
         if not is_converted and placing.take(own, weight, model):
             continue
         if isinstance(weight, Tensor):
@@ -162,6 +214,8 @@ def with_packed(
         bias = f"{name.removesuffix('weight')}bias"
         expected = (bias,) if name_in(bias)[0] in stored else ()
         plain |= {part: tensor.to(dtype) for part, tensor in dequantized(name, weight, expected)}
+    for name, weight in placing.incomplete_experts(model):
+        plain[name] = weight.dequantized().to(dtype)
 
     def make(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         cls.__init__(self, config, *args, **kwargs)

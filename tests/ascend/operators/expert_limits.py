@@ -12,6 +12,8 @@ from tests.ascend.operators.refusals import DOCS, FLOAT, PARAMETER, Arguments, L
 _ROUTING = ("npu::npu_moe_init_routing_v2",)
 _PRODUCT = ("npu::npu_grouped_matmul",)
 _SUM = ("npu::npu_moe_token_unpermute",)
+_SCALES = {(torch.bfloat16, 15), (torch.bfloat16, torch.bfloat16), (torch.float32, 5), (torch.float32, torch.float16)}
+"""Dtypes of the scales of weights, and of the results."""
 
 
 def _routed_shapes(given: Arguments) -> Iterator[str]:
@@ -37,12 +39,41 @@ def _routed_range(given: Arguments) -> Iterator[str]:
         yield f"active_expert_range [{start}, {stop}] must be increasing, within expert_num {given['expert_num']}."
 
 
+def _routed_scales(given: Arguments) -> Iterator[str]:
+    scale, rows = given["scale"], len(given["x"])
+    if given["offset"] is not None:
+        yield "offset is not simulated."
+    if scale is not None and (given["quant_mode"] != -1 or scale.dtype != torch.float32 or scale.shape != (rows,)):
+        yield f"scale {scale.dtype} {tuple(scale.shape)} must be float32 ({rows},), and quant_mode -1."
+
+
 def _product_dtypes(given: Arguments) -> Iterator[str]:
+    if given["x"][0].dtype == torch.int8:
+        return
     for name in ("x", "weight"):
         for tensor in given[name]:
             yield from dtypes(FLOAT, name)({name: tensor})
             if tensor.dtype != given["x"][0].dtype:
                 yield f"Tensor {name} expected dtype is {given['x'][0].dtype} but found {tensor.dtype}."
+
+
+def _rounded_product(given: Arguments) -> Iterator[str]:
+    x, weight, scales, row_scales = (given[name] for name in ("x", "weight", "scale", "per_token_scale"))
+    if x[0].dtype != torch.int8:
+        if scales or row_scales:
+            yield "scale and per_token_scale are only for x in int8."
+        return
+    if weight[0].dtype != torch.int8 or not scales or not row_scales:
+        yield f"x in int8 needs weight in int8, not {weight[0].dtype}, and in this simulator both scales."
+        return
+    if (scales[0].dtype, given["output_dtype"]) not in _SCALES:
+        yield f"scale {scales[0].dtype} and output_dtype {given['output_dtype']} are not supported together."
+    if scales[0].shape != (len(weight[0]), weight[0].shape[-1]):
+        yield f"scale {tuple(scales[0].shape)} must be (E, N) of weight {tuple(weight[0].shape)}."
+    if row_scales[0].dtype != torch.float32 or row_scales[0].shape != (len(x[0]),):
+        yield f"per_token_scale {row_scales[0].dtype} {tuple(row_scales[0].shape)} must be float32 ({len(x[0])},)."
+    if given["bias"]:
+        yield "bias is not simulated."
 
 
 def _product_groups(given: Arguments) -> Iterator[str]:
@@ -81,6 +112,7 @@ def _sum_shapes(given: Arguments) -> Iterator[str]:
 LIMITS = (
     Limit(_ROUTING, f"{DOCS}, npu_moe_init_routing_v2: x", PARAMETER, dtypes((*FLOAT, torch.int8), "x")),
     Limit(_ROUTING, f"{DOCS}, npu_moe_init_routing_v2: expert_idx", PARAMETER, dtypes((torch.int32,), "expert_idx")),
+    Limit(_ROUTING, f"{DOCS}, npu_moe_init_routing_v2: scale without quantization", PARAMETER, _routed_scales),
     Limit(_ROUTING, f"{DOCS}, npu_moe_init_routing_v2: shapes", PARAMETER, _routed_shapes),
     Limit(
         _ROUTING,
@@ -90,6 +122,7 @@ LIMITS = (
     ),
     Limit(_ROUTING, f"{DOCS}, npu_moe_init_routing_v2: active_expert_range", PARAMETER, _routed_range),
     Limit(_PRODUCT, f"{DOCS}, npu_grouped_matmul: dtypes that are not quantized", PARAMETER, _product_dtypes),
+    Limit(_PRODUCT, f"{DOCS}, npu_grouped_matmul: table 2, per token", PARAMETER, _rounded_product),
     Limit(_PRODUCT, f"{DOCS}, npu_grouped_matmul: group_list", PARAMETER, _product_groups),
     Limit(_PRODUCT, f"{DOCS}, npu_grouped_matmul: single tensors, InnerLimit", PARAMETER, _product_shapes),
     Limit(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_DTYPES = {1: torch.int8, 5: torch.float16, 15: torch.bfloat16}
+DTYPES: dict[Any, torch.dtype] = {1: torch.int8, 5: torch.float16, 15: torch.bfloat16}
 """Dtypes by their numbers in torch's ScalarType, which the schemas use."""
 
 
@@ -53,5 +53,5 @@ def quant_matmul(
         out = out * pertoken_scale.float().unsqueeze(-1)
     if bias is not None:
         out = out + bias.float()
-    dtype = _DTYPES[output_dtype] if isinstance(output_dtype, int) else output_dtype
+    dtype = DTYPES[output_dtype] if isinstance(output_dtype, int) else output_dtype
     return out.round().clamp(-128, 127).to(torch.int8) if dtype in (None, torch.int8) else out.to(dtype)

@@ -42,18 +42,18 @@ class IntegerWeight(PackedWeight):
     """A weight of a format that `QuantizedWeight` describes."""
 
     def __init__(self, weight: QuantizedWeight) -> None:
-        self._weight = weight
+        self.quantized = weight
         self.shape = weight.shape
         self.has_bias = weight.has_bias
 
     def dequantized(self) -> Tensor:
-        return self._weight.dequantized()
+        return self.quantized.dequantized()
 
     def dequantized_bias(self) -> Tensor | None:
-        return self._weight.dequantized_bias()
+        return self.quantized.dequantized_bias()
 
     def layer(self, plain: nn.Linear, device: Device) -> nn.Module:
-        return device.quantized_linear(self._weight, None if self.has_bias else plain.bias)
+        return device.quantized_linear(self.quantized, None if self.has_bias else plain.bias)
 
 
 class Format(ABC):
