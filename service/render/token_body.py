@@ -103,10 +103,7 @@ class TokenParams(Fields):
 class TokenBody(Body, Settings):
     """POST /inference/v1/generate. The answer of /render is such a body."""
 
-    not_served: ClassVar[NotServed] = {
-        **dict.fromkeys(("content_parts", "kv_transfer_params", "ec_transfer_params"), OFF),
-        "reasoning_ended": (None, True),
-    }
+    not_served: ClassVar[NotServed] = dict.fromkeys(("content_parts", "kv_transfer_params", "ec_transfer_params"), OFF)
     instead: ClassVar[Mapping[str, str]] = {"content_parts": "features, which /render returns"}
     ignored: ClassVar[Collection[str]] = ("sampling_params", "token_offsets", "reasoning_parser_kwargs")
 
@@ -116,6 +113,8 @@ class TokenBody(Body, Settings):
     """Ids of the prompt, with a placeholder for each feature of its media."""
     features: TokenFeatures | None = None
     drawing: TokenParams = Field(alias="sampling_params")
+    reasoning_ended: bool | None = None
+    """Must not be false with structured outputs, which apply from the first token."""
     return_token_ids: bool | None = None
     """Report the ids of the prompt, and the ranges of its media."""
     output_mode: Literal["tokens", "text"] = "tokens"
@@ -145,6 +144,12 @@ class TokenBody(Body, Settings):
     def structure(self, *, close: bool) -> Structure | None:
         if (described := self.drawing.structured_outputs) is None:
             return None
+        if self.reasoning_ended is False:
+            raise InputError(
+                "reasoning_ended is false, but structured outputs apply from the first token; leave one of them out, "
+                "or send the chat to /v1/chat/completions",
+                param="reasoning_ended",
+            )
         wanted = described.wanted(close=close)
         wanted.check()
         return Structure(wanted, "sampling_params")

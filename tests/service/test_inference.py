@@ -291,6 +291,10 @@ BODIES: dict[str, tuple[Callable[[Payload], Any], str]] = {
     "a token that does not exist": (lambda p: p["sampling_params"].update(stop_token_ids=[-1]), "stop_token_ids"),
     "unknown arguments": (lambda p: p["sampling_params"].update(extra_args={"a": 1}), "extra_args"),
     "more than the context": (lambda p: p["sampling_params"].update(max_tokens=2040), "context"),
+    "reasoning before structured outputs": (
+        lambda p: [p.update(reasoning_ended=False), p["sampling_params"].update(structured_outputs={"regex": "a"})],
+        "reasoning_ended",
+    ),
     "text without text": (lambda p: p.update(output_mode="text", sampling_params={"detokenize": False}), "detokenize"),
 }
 

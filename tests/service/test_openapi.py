@@ -27,6 +27,7 @@ ROUTES = {
     "/v1/models",
     "/v1/models/{name}",
     "/infer",
+    "/inference/v1/generate",
     "/generate",
     "/generate_stream",
     "/tokenize",

@@ -16,17 +16,27 @@ import msgspec
 from blake3 import blake3
 
 from tests.vllm.record import asked, rendering
-from tests.vllm.stored import stored_chats
+from tests.vllm.stored import MEDIA, stored_chats
 from tools.arguments import parser
 
 STORED = Path(__file__).parent / "tensors.json"
 FAMILIES = ("qwen2vl", "qwen2_5_vl", "qwen3_vl")
+_WITH_VIDEOS = ("qwen2vl",)
+
+
+def chats_of(family: str) -> dict[str, Any]:
+    """Return the body of each chat whose tensors are stored for a family."""
+    if family not in _WITH_VIDEOS:
+        return stored_chats()
+    url = "data:video/mp4;base64," + base64.b64encode((MEDIA / "short.mp4").read_bytes()).decode()
+    content = [{"type": "video_url", "video_url": {"url": url}}, {"type": "text", "text": "What?"}]
+    return {**stored_chats(), "video": {"messages": [{"role": "user", "content": content}]}}
 
 
 def items_of(features: dict[str, Any] | None) -> list[Any]:
-    """Return the tensors and the metadata of each image: dtype, shape, digest of the bytes, and field."""
+    """Return the tensors and the metadata of each item: dtype, shape, digest of the bytes, and field."""
     kept = (features or {}).get("kwargs_data") or {}, (features or {}).get("mm_metadata") or {}
-    return [[_item(item) for item in data.get("image", ())] for data in kept]
+    return [[_item(item) for items in data.values() for item in items] for data in kept]
 
 
 def _item(item: str) -> dict[str, Any]:
@@ -51,7 +61,7 @@ def main() -> None:
     stored, found = json.loads(STORED.read_text()) if STORED.exists() else {}, {}
     for family in given.families or FAMILIES:
         with rendering(given.vllm, family):
-            answers = {name: asked({"model": family, **body}) for name, body in stored_chats().items()}
+            answers = {name: asked({"model": family, **body}) for name, body in chats_of(family).items()}
         found[family] = {name: items_of(one["features"]) for name, one in answers.items() if "token_ids" in one}
     if given.check:
         chats = [(family, name) for family, own in found.items() for name in own]

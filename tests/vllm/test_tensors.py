@@ -14,12 +14,10 @@ from mindie_mm.settings.config import MediaCaps
 from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.requests import TokenizeRequest
-from service.render.answer import Hashing, Tensors, features, hashes_of, like_vllm
-from tests.vllm.stored import stored_chats
-from tests.vllm.tensors import STORED, items_of
+from service.render.answer import Hashing, Tensors, features, like_vllm
+from tests.vllm.tensors import STORED, chats_of, items_of
 
 FAMILIES = json.loads(STORED.read_text())
-CHATS = stored_chats()
 REFUSED = {"min_pixels and max_pixels"}
 """Chats that may be refused, because an option is beyond the checkpoint's limits."""
 OTHER_PIXELS = {"PNG I;16", "PNG with a transparent color"}
@@ -30,13 +28,13 @@ OTHER_PIXELS = {"PNG I;16", "PNG with a transparent color"}
 def test_tensors_equal_vllms(family: str, tmp_path: Path) -> None:
     from tests.vllm.checkpoints import write
 
-    different, path_file = [], tmp_path / "shm_name.txt"
+    different, path_file, chats = [], tmp_path / "shm_name.txt", chats_of(family)
     path_file.touch(0o600)
     with Tokenizer.from_pretrained(write(family, tmp_path / family)) as tokenizer:
         traits = tokenizer.prompts.traits
         tensors = Tensors(traits.vllm_items, traits.family)
         for name, expected in FAMILIES[family].items():
-            body = CHATS[name]
+            body = chats[name]
             options = (body.get("mm_processor_kwargs"), body.get("media_io_kwargs"))
             messages = with_defaults(parse_messages(body["messages"], by_uuid=True), media_defaults(*options))
             request = like_vllm(TokenizeRequest(messages=messages, path_file=str(path_file)))
