@@ -10,11 +10,10 @@ from msgspec.json import encode
 
 from mindie_mm.errors import InputError
 from mindie_mm.inputs import media_defaults, parse_messages, with_defaults
-from mindie_mm.settings.config import MediaCaps
 from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.requests import TokenizeRequest
-from service.render.answer import Hashing, Tensors, features, like_vllm
+from service.render.answer import Tensors, features, like_vllm
 from tests.vllm.tensors import STORED, chats_of, items_of
 
 FAMILIES = json.loads(STORED.read_text())
@@ -43,8 +42,7 @@ def test_tensors_equal_vllms(family: str, tmp_path: Path) -> None:
             except InputError:
                 different += [] if name in REFUSED else [name]
                 continue
-            hashing = Hashing.of(family, MediaCaps().rgba_background_color, *options)
-            found = features(plan, hashes_of(plan, [(media, []) for media in request.media], hashing), tensors)
+            found = features(plan, [""] * len(plan.spans), tensors)
             release(path_file)
             if items_of(json.loads(encode(found))) != expected:
                 different.append(name)
