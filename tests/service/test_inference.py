@@ -6,6 +6,7 @@ import base64
 import copy
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -15,7 +16,9 @@ import pytest
 from msgspec.msgpack import Ext
 
 from tests.service.conftest import MiB
+from tests.vllm.checkpoints import write
 from tests.vllm.payloads import FAMILY, GENERATE, RENDER, scores, stored, tensors
+from tests.vllm.tensors import FAMILIES
 from tests.warm import running_service
 from tools.random_checkpoint import write_checkpoint
 from tools.serving import RunningService
@@ -138,6 +141,37 @@ def test_a_text_is_continued_up_to_the_context(client: httpx2.Client) -> None:
     completion = {"model": FAMILY, "prompt": [70] * 2000, "temperature": 0, "ignore_eos": True, "max_tokens": 48}
     expected = post(client, "/v1/completions", completion | {"return_token_ids": True})["choices"][0]["token_ids"]
     assert answer["choices"][0]["token_ids"] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != FAMILY])
+def test_other_families_answer_payloads_like_chats(family: str, tmp_path: Path) -> None:
+    given = SETTINGS | {"model_id": family, "served_model_name": family, "max_model_len": 512}
+    checkpoint = write(family, tmp_path / family)
+    with (
+        running_service(given | {"spool": tmp_path / "spool"}, tmp_path / "log", checkpoint) as running,
+        httpx2.Client(base_url=running.url, timeout=120) as client,
+    ):
+        for stored_chat in STORED.values():
+            chat = stored_chat["chat"] | {"model": family}
+            payload = post(client, RENDER, chat)
+            (choice,) = post(client, GENERATE, payload)["choices"]
+            tokens, logprobs = scores(choice)
+            (own,) = post(client, "/v1/chat/completions", chat | {"return_token_ids": True})["choices"]
+            assert own["token_ids"] == tokens
+            assert [one["logprob"] for one in own["logprobs"]["content"]] == pytest.approx(logprobs, abs=CLOSE)
+            streamed = [token for event in events(client, payload) for token in event["choices"][0]["token_ids"]]
+            assert streamed == tokens
+        assert running.wait_until_free()["blocks"] == 0
+
+
+def test_media_that_cannot_be_rendered_leave_nothing(client: httpx2.Client, served: RunningService) -> None:
+    chat = copy.deepcopy(STORED["two"]["chat"])
+    image = chat["messages"][0]["content"][1]["image_url"]
+    image["url"] = image["url"][: len(image["url"]) // 2 // 4 * 4]
+    answer = client.post(RENDER, json=chat)
+    assert (answer.status_code, "media item 1 (image)" in answer.json()["error"]["message"]) == (400, True), answer.text
+    assert (served.shm()["blocks"], [*(served.log.parent / "spool").iterdir()]) == (0, [])
 
 
 def test_a_client_that_leaves_frees_the_media(client: httpx2.Client, served: RunningService) -> None:
