@@ -114,7 +114,7 @@ class QwenProcessor(Processor):
             _check_tower(self.video, read.vision_config, temporal, f"{checkpoint.path} (videos)")
             placeholders["video"] = Placeholder(before, read.video_token_id, after)
         self.placeholders = placeholders
-        self.vllm_items = {kind: self._vllm_layout(kind) for kind in self.vllm_kinds}
+        self.vllm_items = {kind: self.vllm_layout(kind) for kind in self.vllm_kinds}
 
     def max_tokens(self, kind: Kind) -> int:
         if kind == "image":
@@ -146,7 +146,8 @@ class QwenProcessor(Processor):
             )
         return plan, write
 
-    def _vllm_layout(self, kind: Kind) -> PatchLayout:
+    def vllm_layout(self, kind: Kind) -> PatchLayout:
+        """Return the layout of an item's tensors in vLLM's payloads."""
         settings: PixelSettings = getattr(self, kind)
         sizes = settings.patch_size, settings.temporal_patch_size, settings.merge_size
         return PatchLayout(PIXELS[kind], GRID_KEYS[kind], *sizes)

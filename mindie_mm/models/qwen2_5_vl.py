@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from mindie_mm.models._tower_places import window_places
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.model_inputs import Item
 from mindie_mm.nn.pretrained_family import PretrainedFamily
+from mindie_mm.nn.vllm_items import PatchLayout
 from mindie_mm.shm.format.item import MediaShape
 from mindie_mm.shm.mindie import SegmentsView
 
@@ -34,7 +36,7 @@ class Qwen25VLProcessor(QwenProcessor):
 
     traits = replace(QwenProcessor.traits, grids=INTERVAL_GRIDS)
     config_name = "Qwen2_5_VLConfig"
-    vllm_kinds = ("image",)
+    vllm_kinds = ("image", "video")
     image_types = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor")  # two names of the same class
     video_types = ("Qwen2VLVideoProcessor",)
 
@@ -44,6 +46,10 @@ class Qwen25VLProcessor(QwenProcessor):
         # The reference assumes 24 frames per second for frames without a rate.
         fps = _UNSTATED_FPS if video.fps is None else len(indices) / video.num_frames * video.fps
         return (*patches, _picoseconds(self.video.temporal_patch_size / fps))
+
+    def vllm_layout(self, kind: Kind) -> PatchLayout:
+        layout = super().vllm_layout(kind)
+        return msgspec.structs.replace(layout, seconds="second_per_grid_ts") if kind == "video" else layout
 
     def item_inputs(self, item: Item, device: torch.device) -> dict[str, Tensor]:
         inputs = super().item_inputs(item, device)

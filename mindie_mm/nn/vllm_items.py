@@ -24,6 +24,9 @@ Arrays = Mapping[str, NDArray[Any]]
 _RAW = 3
 """MessagePack extension type of the bytes of a tensor."""
 _MAX_AXES = 8
+_PICOSECONDS = 10**12
+"""Picoseconds per second."""
+_MAX_SECONDS = 2**20
 
 _Size = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 _Shape = Annotated[tuple[_Size, ...], msgspec.Meta(max_length=_MAX_AXES)]
@@ -57,7 +60,7 @@ class Patches:
     """An item that was read, with its patches as vLLM has them."""
 
     grid: tuple[int, ...]
-    """Number of patches along time, height and width."""
+    """`Plan.grid` of the item, which begins with the number of patches along time, height and width."""
     num_features: int
     pixels: NDArray[np.uint8]
     """uint8 [t * h * w, 3, temporal, patch * patch]."""
@@ -78,6 +81,9 @@ class PatchLayout(msgspec.Struct, frozen=True):
     temporal_patch_size: int
     merge_size: int
     """Side of the square of patches that becomes one feature, in patches."""
+    seconds: str = ""
+    """vLLM's name of the time between two patches in seconds. In `Plan.grid`, it follows the number of patches, in
+    picoseconds. Empty if the grid has no time."""
 
     def encoded(self, arrays: Arrays, grid: tuple[int, ...]) -> Payload:
         """Return the item whose block has `arrays`. `grid` is its `Plan.grid`."""
@@ -88,6 +94,9 @@ class PatchLayout(msgspec.Struct, frozen=True):
         # vLLM's `slices` also have the rows of items that it preprocessed with this one, but it does not read them.
         flat = {"keep_on_cpu": False, "slices": [[[0, len(stored), None]]], "dim": 0}
         metadata = {self.grid: _element(np.array(grid[:3], np.int64), ["batched", {"keep_on_cpu": True}])}
+        if self.seconds:
+            interval = np.array(grid[3] / _PICOSECONDS, np.float32)
+            metadata[self.seconds] = _element(interval, ["batched", {"keep_on_cpu": True}])
         pixels = _element(planes.reshape(len(stored), -1), ["flat", flat])
         return Payload(_encode({self.pixels: pixels, **metadata}), _encode(metadata))
 
@@ -115,7 +124,19 @@ class PatchLayout(msgspec.Struct, frozen=True):
                 f"{expected}"
             )
         planes = pixels.reshape(len(pixels), 3, self.temporal_patch_size, self.patch_size**2)
-        return Patches((t, h, w), t * h * w // self.merge_size**2, planes)
+        return Patches((t, h, w, *self._interval(elements)), t * h * w // self.merge_size**2, planes)
+
+    def _interval(self, elements: Mapping[str, Element]) -> tuple[int, ...]:
+        """Return the time between two patches in picoseconds, if the grid has one."""
+        if not self.seconds:
+            return ()
+        seconds = _tensor(elements, self.seconds, "float32")
+        if seconds.shape not in ((), (1,)) or not 0 < (number := float(seconds.reshape(-1)[0])) < _MAX_SECONDS:
+            raise InputError(
+                f"{self.seconds} has the shape {seconds.shape} or a value outside (0, {_MAX_SECONDS}); it must be the "
+                "seconds between two patches"
+            )
+        return (round(number * _PICOSECONDS),)
 
     def write(self, item: Patches, arrays: Arrays) -> None:
         """Write an item that was read to the arrays of its block.

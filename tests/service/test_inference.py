@@ -18,7 +18,7 @@ from msgspec.msgpack import Ext
 from tests.service.conftest import MiB
 from tests.vllm.checkpoints import write
 from tests.vllm.payloads import FAMILY, GENERATE, RENDER, scores, stored, tensors
-from tests.vllm.tensors import FAMILIES
+from tests.vllm.tensors import FAMILIES, chats_of
 from tests.warm import running_service
 from tools.random_checkpoint import write_checkpoint
 from tools.serving import RunningService
@@ -143,6 +143,29 @@ def test_a_text_is_continued_up_to_the_context(client: httpx2.Client) -> None:
     assert answer["choices"][0]["token_ids"] == expected
 
 
+def chats(family: str) -> Iterator[Payload]:
+    """Yield chats with one image, two images and, if the family sends its tensors, a video."""
+    settings = STORED["one"]["chat"] | {"model": family}
+    yield from (one["chat"] | {"model": family} for one in STORED.values())
+    yield from (settings | {"messages": body["messages"]} for name, body in chats_of(family).items() if name == "video")
+
+
+def assert_answered_like(client: httpx2.Client, chat: Payload) -> None:
+    """Check that the payload of a chat has the same answer as the chat, also as a stream."""
+    payload = post(client, RENDER, chat)
+    (choice,) = post(client, GENERATE, payload)["choices"]
+    tokens, logprobs = scores(choice)
+    (own,) = post(client, "/v1/chat/completions", chat | {"return_token_ids": True})["choices"]
+    assert own["token_ids"] == tokens
+    assert [one["logprob"] for one in own["logprobs"]["content"]] == pytest.approx(logprobs, abs=CLOSE)
+    assert [token for event in events(client, payload) for token in event["choices"][0]["token_ids"]] == tokens
+
+
+def test_payloads_are_answered_like_chats(client: httpx2.Client) -> None:
+    for chat in chats(FAMILY):
+        assert_answered_like(client, chat)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != FAMILY])
 def test_other_families_answer_payloads_like_chats(family: str, tmp_path: Path) -> None:
@@ -152,16 +175,8 @@ def test_other_families_answer_payloads_like_chats(family: str, tmp_path: Path) 
         running_service(given | {"spool": tmp_path / "spool"}, tmp_path / "log", checkpoint) as running,
         httpx2.Client(base_url=running.url, timeout=120) as client,
     ):
-        for stored_chat in STORED.values():
-            chat = stored_chat["chat"] | {"model": family}
-            payload = post(client, RENDER, chat)
-            (choice,) = post(client, GENERATE, payload)["choices"]
-            tokens, logprobs = scores(choice)
-            (own,) = post(client, "/v1/chat/completions", chat | {"return_token_ids": True})["choices"]
-            assert own["token_ids"] == tokens
-            assert [one["logprob"] for one in own["logprobs"]["content"]] == pytest.approx(logprobs, abs=CLOSE)
-            streamed = [token for event in events(client, payload) for token in event["choices"][0]["token_ids"]]
-            assert streamed == tokens
+        for chat in chats(family):
+            assert_answered_like(client, chat)
         assert running.wait_until_free()["blocks"] == 0
 
 

@@ -21,7 +21,7 @@ from tools.arguments import parser
 
 STORED = Path(__file__).parent / "tensors.json"
 FAMILIES = ("qwen2vl", "qwen2_5_vl", "qwen3_vl")
-_WITH_VIDEOS = ("qwen2vl",)
+_WITH_VIDEOS = ("qwen2vl", "qwen2_5_vl")
 
 
 def chats_of(family: str) -> dict[str, Any]:

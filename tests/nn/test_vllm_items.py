@@ -1,0 +1,61 @@
+"""Tests for the items of vLLM's payloads."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from msgspec.msgpack import Ext
+
+from mindie_mm.errors import InputError
+from mindie_mm.nn.vllm_items import PatchLayout
+
+IMAGE = PatchLayout("pixel_values", "image_grid_thw", 14, 2, 2)
+VIDEO = PatchLayout("pixel_values_videos", "video_grid_thw", 14, 2, 2, "second_per_grid_ts")
+
+
+@pytest.mark.parametrize(("layout", "grid"), [(IMAGE, (1, 4, 6)), (VIDEO, (3, 2, 4, 250_000_000_000))])
+def test_what_is_written_is_read(layout: PatchLayout, grid: tuple[int, ...]) -> None:
+    frames = 1 if layout is IMAGE else 2
+    block = np.random.default_rng(0).integers(0, 256, (math.prod(grid[:3]), frames * 14 * 14 * 3), np.uint8)
+    payload = layout.encoded({layout.pixels: block}, grid)
+    item = layout.read(payload.tensors)
+    assert (item.grid, item.num_features) == (grid, math.prod(grid[:3]) // 4)
+    copy = {layout.pixels: np.zeros_like(block)}
+    layout.write(item, copy)
+    assert np.array_equal(copy[layout.pixels], block)
+    rest = {key: one for key, one in msgspec.msgpack.decode(payload.tensors).items() if key != layout.pixels}
+    assert msgspec.msgpack.decode(payload.metadata) == rest
+
+
+def test_a_row_has_the_axes_channel_time_row_and_column() -> None:
+    block = np.zeros((8, 2, 14, 14, 3), np.uint8)
+    block[5, 1, 2, 3, 2] = 7  # patch, time, row, column, channel
+    payload = VIDEO.encoded({VIDEO.pixels: block.reshape(8, -1)}, (1, 2, 4, 1))
+    raw = msgspec.msgpack.decode(payload.tensors)[VIDEO.pixels]["data"][2].data
+    places = np.argwhere(np.frombuffer(raw, np.uint8).reshape(8, 3, 2, 14, 14))
+    assert places.tolist() == [[5, 2, 1, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "values"),
+    [
+        ("float32", [], [0.0]),
+        ("float32", [], [-1.0]),
+        ("float32", [], [math.nan]),
+        ("float32", [], [math.inf]),
+        ("float32", [], [2.0**20]),
+        ("float32", [2], [1.0, 1.0]),
+        ("float64", [], [1.0]),
+        ("float32", [0], []),
+    ],
+)
+def test_times_that_no_video_has_are_refused(dtype: str, shape: list[int], values: list[float]) -> None:
+    payload = VIDEO.encoded({VIDEO.pixels: np.zeros((8, 1176), np.uint8)}, (1, 2, 4, 1))
+    item: dict[str, Any] = msgspec.msgpack.decode(payload.tensors)
+    item[VIDEO.seconds]["data"] = [dtype, shape, Ext(3, np.array(values, dtype).tobytes())]
+    with pytest.raises(InputError, match="second_per_grid_ts"):
+        VIDEO.read(msgspec.msgpack.encode(item))
