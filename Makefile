@@ -237,7 +237,7 @@ bench-peers: install
 clean:
 	rm -rf .venv .venv-npu .venv-npu-* .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info
 
-.PHONY: families fuzz stress faults soak screenshots
+.PHONY: families fuzz stress faults soak soak-render screenshots
 
 # The tables of docs/families.md and docs/arrays.md, from the families' own descriptions.
 families: install
@@ -264,3 +264,7 @@ screenshots: install browser
 # 20,000 mixed requests: right, wrong, left midway, too large, read too slowly; what they leave; a quarter of an hour.
 soak: install
 	$(BIN)/python -m tests.soak
+
+# Ten minutes of render with 64 clients: right, hostile and broken files, hostile headers, and clients that leave.
+soak-render: install
+	$(BIN)/python -m tests.soak.render --workers 2

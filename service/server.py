@@ -10,6 +10,7 @@ import resource
 import signal
 import socket
 import threading
+from abc import abstractmethod
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
@@ -47,16 +48,22 @@ _CLOSE_TIMEOUT_S = 2
 """Time in seconds for connections to close after their requests have ended. Slow clients may need this time."""
 
 
+class Fellows(Shared):
+    """What a service shares with the other workers of its port, and the process that started them."""
+
+    @abstractmethod
+    def announce(self, line: str) -> None:
+        """Report that this worker accepts connections. `line` is what the only service of a port would print."""
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """The place of a service among the workers of one port."""
 
     listeners: Sequence[socket.socket]
     """Sockets that are bound to the addresses."""
-    shared: Callable[[], AbstractAsyncContextManager[Shared]]
+    fellows: Callable[[], AbstractAsyncContextManager[Fellows]]
     """Function that opens what the workers share, inside the event loop."""
-    announce: Callable[[str], object]
-    """Function to call with the line that the service would print when it is ready."""
 
 
 def serve(
@@ -134,7 +141,7 @@ async def _serve(
         loop.add_signal_handler(number, cancel)
     async with AsyncExitStack() as stack:
         listeners = stack.enter_context(bound(config)) if place is None else place.listeners
-        shared = None if place is None else await stack.enter_async_context(place.shared())
+        fellows = None if place is None else await stack.enter_async_context(place.fellows())
         certificate = Certificate.of(config)
         require_places(config)  # before the model is loaded, which takes minutes
         model, device = worker_config.model or "the embedded checkpoint", worker_config.engine.device
@@ -146,8 +153,8 @@ async def _serve(
             with repeating(lambda: _log.info("%s", loading)):
                 starting = await Worker.start(worker_config, loading=loading, forks=forks, only_plans=only_plans)
             async with starting as worker:
-                app = create_app(worker, config, tracer, shared=shared)
-                server = _Server(app, config, certificate, print_line if place is None else place.announce)
+                app = create_app(worker, config, tracer, shared=fellows)
+                server = _Server(app, config, certificate, print_in_thread if fellows is None else fellows.announce)
                 with _listening_errors(config):
                     for listener in listeners:
                         listener.listen(server.config.backlog)
@@ -196,7 +203,12 @@ def _listening_errors(config: ServiceConfig) -> contextlib.AbstractContextManage
     return os_errors_as(OperationalError, f"cannot listen on {config.host}:{config.port}")
 
 
-def print_line(line: str) -> None:
+def print_in_thread(line: str) -> None:
+    """Print `line` on standard output in a thread, because the write may block forever."""
+    threading.Thread(target=_print, args=(line,), name="ready", daemon=True).start()
+
+
+def _print(line: str) -> None:
     """Print `line` on standard output. The caller must not wait, because the write may block forever."""
     try:
         os.write(1, f"{line}\n".encode(errors="surrogateescape"))
@@ -212,7 +224,7 @@ class _Server(uvicorn.Server):
         app: FastAPI,
         config: ServiceConfig,
         certificate: Certificate | None = None,
-        announce: Callable[[str], object] = print_line,
+        announce: Callable[[str], None] = print_in_thread,
     ) -> None:
         super().__init__(
             uvicorn.Config(
@@ -285,7 +297,7 @@ class _Server(uvicorn.Server):
             line += f" on {info.device} in {info.dtype}, with {info.free_bytes / GiB:.1f} GiB free"
         if note := demo_note(self._service.worker.config.model):
             line += f"\n{note}"
-        threading.Thread(target=self._announce, args=(line,), name="ready", daemon=True).start()
+        self._announce(line)
 
     async def _listen(self, listener: socket.socket) -> asyncio.Server:
         """Accept connections as `uvicorn.Server.startup` does, but encrypt only those of the port."""

@@ -15,12 +15,12 @@ import msgspec
 from mindie_mm.errors import MindieMMError
 from mindie_mm.processes.fork_client import ForkClient
 from mindie_mm.processes.ipc import Channel, ChildChannel, Failure, Lifeline, open_channel
-from service.render.plans import Kept, Report, Shared
-from service.server import Place, serve
+from service.render.plans import Kept, Report
+from service.server import Fellows, Place, serve
 from service.workers.messages import Ask, Begun, Find, Found, FromWorker, Keep, Reported, Reports, Setup, ToWorker
 
 
-class SharedOverChannel(Shared):
+class FellowsOverChannel(Fellows):
     """What the workers share, which the process that started them holds."""
 
     def __init__(self, name: str, channel: Channel) -> None:
@@ -29,8 +29,9 @@ class SharedOverChannel(Shared):
         self._numbers = count()
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._encoder = msgspec.msgpack.Encoder()
-        self.report: Callable[[], Report] | None = None
+        self._report: Callable[[], Report] | None = None
         """Function that returns the report of this worker."""
+        self._announced = asyncio.Event()
 
     async def find(self, keys: Sequence[bytes]) -> list[bytes | None]:
         found: Found = await self._answered(lambda number: Find(number, [*keys]))
@@ -44,7 +45,11 @@ class SharedOverChannel(Shared):
         return dict(sorted({**others.reports, self._name: own}.items()))
 
     def watch(self, report: Callable[[], Report]) -> None:
-        self.report = report
+        self._report = report
+
+    def announce(self, line: str) -> None:
+        self._channel.send(msgspec.msgpack.encode(Begun(line)))
+        self._announced.set()
 
     async def receive(self) -> None:
         """Handle messages until the channel is closed."""
@@ -55,13 +60,14 @@ class SharedOverChannel(Shared):
             except EOFError:  # the lifeline ends this process
                 return
             if isinstance(message, Ask):
-                assert self.report is not None, "only a worker that has begun is asked"
-                report = await asyncio.to_thread(self.report)
+                assert self._report is not None, "only a worker that has begun is asked"
+                report = await asyncio.to_thread(self._report)
                 self._send(Reported(message.number, report))
             elif (reply := self._replies.pop(message.number, None)) is not None and not reply.done():
                 reply.set_result(message)
 
     async def _answered(self, question: Callable[[int], Find | Ask]) -> Any:
+        await self._announced.wait()  # because `Begun` must be the first message
         number = next(self._numbers)
         reply = self._replies[number] = asyncio.get_running_loop().create_future()
         self._send(question(number))
@@ -79,20 +85,16 @@ def main(channel: ChildChannel, lifeline: Lifeline, *descriptors: str) -> None:
     setup = Setup.decode(channel.recv())
 
     @asynccontextmanager
-    async def shared() -> AsyncIterator[Shared]:
+    async def fellows() -> AsyncIterator[Fellows]:
         with socket.socket(fileno=os.dup(channel.fileno())) as own:
-            opened = SharedOverChannel(setup.name, await open_channel(own))
+            opened = FellowsOverChannel(setup.name, await open_channel(own))
             receiving = asyncio.create_task(opened.receive())
             try:
                 yield opened
             finally:
                 receiving.cancel()
 
-    place = Place(
-        [socket.socket(fileno=int(descriptor)) for descriptor in descriptors],
-        shared,
-        lambda line: channel.send(msgspec.msgpack.encode(Begun(line))),
-    )
+    place = Place([socket.socket(fileno=int(descriptor)) for descriptor in descriptors], fellows)
     worker = setup.worker
     forks = ForkClient("mindie_mm.worker.preloading", str(worker.model or ""), worker.family or "")
     try:

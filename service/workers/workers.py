@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import signal
-import threading
 from collections.abc import Sequence
 from itertools import count
 
@@ -30,7 +29,7 @@ from mindie_mm.shm import collect
 from service.app import require_places
 from service.http.access import require_key
 from service.render.plans import PlanCache, Report
-from service.server import bound, print_line, raise_descriptor_limit
+from service.server import bound, print_in_thread, raise_descriptor_limit
 from service.workers.messages import Ask, Begun, Find, Found, FromWorker, Keep, Reported, Reports, Setup, ToWorker
 
 _log = logging.getLogger(__name__)
@@ -191,8 +190,7 @@ async def _serve(worker: WorkerConfig, config: ServiceConfig) -> None:
             else:
                 starting.result()
                 first, *more = port.workers[0].line.split("\n")
-                line = "\n".join([f"{first} with {config.workers} workers", *more])
-                threading.Thread(target=print_line, args=(line,), name="ready", daemon=True).start()
+                print_in_thread("\n".join([f"{first} with {config.workers} workers", *more]))
                 await stopped
         finally:
             await asyncio.gather(*(one.stop() for one in port.workers), return_exceptions=True)

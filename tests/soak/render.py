@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,10 +73,21 @@ class Soak:
 
     @property
     def growth(self) -> float:
-        """Growth of memory after the warm-up, as a fraction: from the first to the last third of the measurements."""
-        found = [one.memory_bytes for one in self.counted]
+        """Growth of memory after the warm-up, as a fraction."""
+        first, last = self._ends([one.memory_bytes for one in self.counted])
+        return last / first - 1
+
+    @property
+    def descriptors_gained(self) -> int:
+        """Growth of the number of open descriptors after the warm-up."""
+        first, last = self._ends([one.descriptors for one in self.counted])
+        return last - first
+
+    @staticmethod
+    def _ends(found: Sequence[int]) -> tuple[int, int]:
+        """Return the least value of the first and of the last third, because a connection may still be closing."""
         third = max(1, len(found) // 3)
-        return min(found[-third:]) / min(found[:third]) - 1
+        return min(found[:third]), min(found[-third:])
 
     @property
     def findings(self) -> dict[str, Any]:
@@ -86,7 +97,7 @@ class Soak:
             "left behind": self.left,
             "memory growth": self.growth if self.growth > GROWTH else 0,
             "request directories": max(one.spooled for one in self.counted),
-            "descriptors gained": max(0, self.samples[-1].descriptors - self.counted[0].descriptors),
+            "descriptors gained": max(0, self.descriptors_gained),
         }
         return {name: one for name, one in found.items() if one}
 
