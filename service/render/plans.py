@@ -144,6 +144,7 @@ class KnownMedia:
         self._domain = owner, salt
         self._keys: list[list[_Keys | None]] = []
         """Keys of the items of each prompt. None for an item whose plan is not kept."""
+        self._known: list[list[KnownItem | None]] = []
 
     async def find(self, requests: Sequence[TokenizeRequest]) -> list[list[KnownItem | None]]:
         """Return what is known about the items of each prompt, in order. Call this method once."""
@@ -156,16 +157,22 @@ class KnownMedia:
             values = [one for one in (next(found), next(found)) if one is not None]
             return decoder.decode(values[0]) if values else None
 
-        return [[next_item() if one else None for one in own] for own in self._keys]
+        self._known = [[next_item() if one else None for one in own] for own in self._keys]
+        return self._known
 
     def keep(self, index: int, media: Sequence[Media], plan: PlannedPrompt, hashes: Sequence[str]) -> None:
-        """Keep the plans of prompt number `index`. `media` are its items, and `hashes` those of its spans."""
+        """Keep the plans of prompt number `index`. `media` are its items, and `hashes` those of its spans.
+
+        A plan that was known is not kept again, because the time of a URL begins when it is fetched.
+        """
         entries = []
         shown = slice(plan.first_item, plan.first_item + len(plan.spans))
-        for keys, item, span, own in zip(self._keys[index][shown], media[shown], plan.spans, hashes, strict=True):
+        known = zip(self._keys[index][shown], self._known[index][shown], strict=True)
+        for (keys, one), item, span, own in zip(known, media[shown], plan.spans, hashes, strict=True):
             if keys is None:
                 continue
-            entries.append(_kept(keys, span, own))
+            if one is None:
+                entries.append(_kept(keys, span, own))
             if item.uuid is not None and item.source is not None:  # a later request may leave out the source
                 named = self._keys_of_item(msgspec.structs.replace(item, source=None), _counts(media))
                 entries.append(_kept(named, span, own))
