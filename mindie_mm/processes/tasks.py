@@ -128,6 +128,8 @@ async def in_thread(work: Callable[[], T], give_up: Callable[[], object] | None 
         while not running.done():
             with suppress(asyncio.CancelledError):
                 await asyncio.wait([running])
+        if not running.cancelled():
+            running.exception()  # otherwise, the event loop would log it
         raise
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
-from mindie_mm.errors import SharedMemoryError
+from mindie_mm.errors import MediaError, SharedMemoryError
 from mindie_mm.processes.alone import gather_in_order, run_alone
 from mindie_mm.processes.tasks import gather, in_thread, off_loop
 
@@ -122,3 +124,24 @@ def test_run_alone_raises_the_first_error_and_runs_no_further_work() -> None:
     with pytest.raises(SharedMemoryError, match="number 0"):
         run_alone(gather_in_order([fail(0), fail(1)]))
     assert begun == [0]
+
+
+async def test_the_error_of_work_in_a_thread_whose_caller_is_canceled_is_not_logged() -> None:
+    begun, leave = threading.Event(), threading.Event()
+    logged: list[dict[str, Any]] = []
+
+    def work() -> None:
+        begun.set()
+        leave.wait()
+        raise MediaError("the file is gone")
+
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: logged.append(context))
+    task = asyncio.create_task(in_thread(work, leave.set))
+    await asyncio.to_thread(begun.wait)
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
+    del task
+    gc.collect()
+    assert not logged

