@@ -40,7 +40,7 @@ class GenerateParameters(InferParameters):
     truncate: Annotated[int, Field(ge=1), WHOLE] | None = None
     """Maximum number of prompt tokens. If a prompt is longer, its oldest text and whole media items are dropped."""
     adapter_id: str | None = None
-    """Only "None" is accepted, because adapters are not supported."""
+    """Only "None" is accepted. `model` selects an adapter."""
 
 
 class GenerateBody(InputsBody):
@@ -137,7 +137,7 @@ def _generation(body: GenerateBody, incoming: Incoming) -> _Generate:
     parameters = body.parameters or GenerateParameters()
     call = incoming.call(body, parameters)
     if parameters.adapter_id not in (None, _NO_ADAPTER):
-        message = f"adapter_id is {parameters.adapter_id!r}, but adapters are not supported; leave adapter_id out"
+        message = f"adapter_id is {parameters.adapter_id!r}; give the name of a LoRA adapter as model beside inputs"
         raise InputError(message, param="parameters")
     if parameters.return_full_text and not isinstance(body.inputs, str):
         message = "return_full_text is true, but inputs is not a string; send a string, or leave return_full_text out"
