@@ -12,6 +12,7 @@ from mindie_mm.device import host_memory, joined_experts
 from mindie_mm.device.alive import require_alive
 from mindie_mm.device.base import Device, default_num_threads
 from mindie_mm.device.cpu import CPU
+from mindie_mm.device.cpu.onednn_linear import OneDNNLinear
 from mindie_mm.device.cuda import CUDA
 from mindie_mm.device.joined_experts import ExpertWeights
 from mindie_mm.device.kernels import Kernels, Rows, block_table
@@ -62,6 +63,11 @@ def open_device(name: str = "auto") -> Device:
     raise InputError(
         f"device is {name!r}; it must be one of auto, {names}, or a name with an index, such as {KINDS[0].name}:1"
     )
+
+
+def is_linear(module: torch.nn.Module) -> bool:
+    """Return whether a module is a linear layer and nothing else. Subclasses of nn.Linear may do more."""
+    return type(module) is torch.nn.Linear or isinstance(module, OneDNNLinear | QuantizedLinear)
 
 
 def require_possible(name: str) -> None:
@@ -150,6 +156,7 @@ __all__ = [
     "default_num_threads",
     "download",
     "forkable",
+    "is_linear",
     "joined_experts",
     "kernels_of",
     "kind_of",

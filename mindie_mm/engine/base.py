@@ -165,18 +165,21 @@ class BaseEngine(ABC):
     def load_lora(self, message: LoadLora) -> Progress:
         """Read a LoRA adapter, so that requests may use it, and return its key."""
 
-        def read() -> str:
-            loras = self._loras()
-            adapter = loras.read(Path(message.folder), message.key)
-            loras.require_fitting(adapter)
-            loras.known.setdefault(adapter.key, adapter)
-            return adapter.key
+        def on_all(work: Callable[[], T]) -> T:
+            result = self._try_on_all(message.request_id, work)
+            if isinstance(result, MindieMMError):
+                raise result
+            return result
 
-        key = self._try_on_all(message.request_id, read)
-        if isinstance(key, MindieMMError):
-            _log.warning("the LoRA adapter in %s was not loaded: %s", message.folder, key)
-            return _failure(message.request_id, key)
-        return Progress(request_id=message.request_id, lora_key=key, finish_reason="stop")
+        try:
+            loras = on_all(self._loras)
+            adapter = loras.read(Path(message.folder), message.key, on_all)
+            on_all(lambda: loras.require_fitting(adapter))
+        except MindieMMError as error:
+            _log.warning("the LoRA adapter in %s was not loaded: %s", message.folder, error)
+            return _failure(message.request_id, without_frames(error))
+        loras.known.setdefault(adapter.key, adapter)
+        return Progress(request_id=message.request_id, lora_key=adapter.key, finish_reason="stop")
 
     def keep_loras(self, message: KeepLoras) -> None:
         """Forget all other LoRA adapters. The client waits until no request uses them."""

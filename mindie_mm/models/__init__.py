@@ -31,7 +31,7 @@ from mindie_mm.nn.model import Model
 from mindie_mm.nn.placement import TOGETHER, Placement, place
 from mindie_mm.nn.pretrained_family import PretrainedFamily
 from mindie_mm.nn.seq2seq import Seq2SeqModel
-from mindie_mm.nn.weights.shares import is_first
+from mindie_mm.nn.split_linear import is_first
 from mindie_mm.nn.weights.stored_tensors import stored_dtype
 
 GROUP = "mindie_mm.models"

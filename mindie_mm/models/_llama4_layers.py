@@ -19,7 +19,7 @@ from mindie_mm.models._llama4_tower import rotated
 from mindie_mm.nn.attention import attend
 from mindie_mm.nn.experts import experts_of
 from mindie_mm.nn.paged_batch import PagedBatch
-from mindie_mm.nn.weights.shares import num_shares
+from mindie_mm.nn.split_linear import num_shares
 
 
 def replace_layers(text_model: Any) -> None:

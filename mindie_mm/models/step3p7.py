@@ -29,10 +29,10 @@ from mindie_mm.nn.paged_cache import KVLayer
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
 from mindie_mm.nn.pretrained_family import PretrainedFamily
 from mindie_mm.nn.splice import MediaItem
+from mindie_mm.nn.split_linear import num_shares
 from mindie_mm.nn.staging import to_device
 from mindie_mm.nn.traits import Traits
 from mindie_mm.nn.weights.pretrained import PretrainedModel, read_config
-from mindie_mm.nn.weights.shares import num_shares
 from mindie_mm.shm import ArraySpec
 
 _WHOLE, _CROPS = "pixel_values", "pixel_values_local"

@@ -25,6 +25,7 @@ from mindie_mm.nn.experts import Experts, JoinedExperts
 from mindie_mm.nn.layers import FewOperatorNorm, FusedNorm, is_silu, norm_of
 from mindie_mm.nn.paged_batch import Chunk, PagedBatch
 from mindie_mm.nn.paged_cache import PagedCache
+from mindie_mm.nn.split_linear import Split, split_of
 
 _PROBE = "mindie_mm_probe"
 """Name under which the attention of a trial is registered with transformers."""
@@ -79,6 +80,7 @@ class DecoderLayer(nn.Module, ABC):
         self.num_heads = _shape(own.q_proj)[0] // self.head_dim
         self.num_kv_heads = _shape(own.k_proj)[0] // self.head_dim
         self.call = call
+        self._splits = {name: split_of(layer.get_submodule(name)) for name in _names(layer)}
         self.norms_late = hasattr(own, _LATE_NORMS[0])
         """True if the norms of the queries and keys of each head follow the rotation."""
         self.attention_type = getattr(layer, "attention_type", None)  # the text models of some families read this
@@ -133,8 +135,12 @@ class DecoderLayer(nn.Module, ABC):
         hidden, added = self.run(hidden_states[0], None, self.angles(*position_embeddings), paged)
         return (hidden if added is None else hidden + added).unsqueeze(0)
 
-    def projections(self) -> Iterator[tuple[str, nn.Module, int, int]]:
-        """Yield the linear layers of the transformers layer: name, joined layer, and range of its outputs."""
+    def projections(self) -> Iterator[tuple[str, nn.Module, int, int, Split | None]]:
+        """Yield the linear layers of the transformers layer: name, joined layer, range of its outputs, and share."""
+        for name, layer, start, stop in self._ranges():
+            yield name, layer, start, stop, self._splits[name]
+
+    def _ranges(self) -> Iterator[tuple[str, nn.Module, int, int]]:
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         yield "self_attn.q_proj", self.qkv, 0, q
         yield "self_attn.k_proj", self.qkv, q, q + kv
@@ -365,9 +371,7 @@ def _require_parts(layer: nn.Module) -> None:
         raise _Unlike  # the norm extends over all heads
     if _shape(own.q_proj)[0] != _shape(own.o_proj)[1] or _rotates_parts(own.config):
         raise _Unlike  # the projection of the queries also computes a gate, or a part of each head is not rotated
-    in_mlp = () if _is_mixture(layer.get_submodule("mlp")) else _MLP
-    names = *(f"self_attn.{name}" for name in _PROJECTIONS), *(f"mlp.{name}" for name in in_mlp)
-    linears = [layer.get_submodule(name) for name in names]
+    linears = [layer.get_submodule(name) for name in _names(layer)]
     if not _supports(_reference(layer)) or any(not _is_linear(linear) for linear in linears):
         raise _Unlike
     for part in layer.modules():
@@ -375,6 +379,12 @@ def _require_parts(layer: nn.Module) -> None:
             raise _Unlike
         if "forward" in vars(part) and not (part in linears and _is_shared(part)):
             raise _Unlike
+
+
+def _names(layer: nn.Module) -> list[str]:
+    """Return the names of the linear layers of a layer, except those of experts."""
+    in_mlp = () if _is_mixture(layer.get_submodule("mlp")) else _MLP
+    return [*(f"self_attn.{name}" for name in _PROJECTIONS), *(f"mlp.{name}" for name in in_mlp)]
 
 
 def _has_parts(layer: nn.Module) -> bool:
@@ -412,8 +422,8 @@ def _is_shared(linear: Any) -> bool:
     `FusedOperatorLayer` can use such a layer, because it joins only this rank's rows of the weights, and calls the
     layers that sum the results of all ranks.
     """
-    is_theirs = linear.forward.__module__ == "transformers.distributed.tensor_parallel"
-    return is_theirs and kernels_of(linear.weight.device).has_layers
+    split = split_of(linear)
+    return split is not None and not split.gathers and kernels_of(linear.weight.device).has_layers
 
 
 def _supports(like: Tensor) -> bool:

@@ -3,6 +3,8 @@
 `cases` is a folder with a subfolder per checkpoint. A subfolder contains a file `path` with the checkpoint's path, and
 prompts <name>.npy, which are token ids with handle words. Each rank writes <name>.<rank>.logits.npy. For each value of
 `TowerParallel`, it also writes the greedy tokens of all prompts, run in one batch, to <value>.<rank>.json. If the
+subfolder has a folder `loras` with LoRA adapters, each rank instead runs each prompt with each adapter and without one,
+all in one batch, and writes the tokens and log-probabilities to loras.<rank>.json. If the
 checkpoint is refused, the rank writes the error to refused.<rank>.txt instead.
 """
 
@@ -14,10 +16,12 @@ import numpy as np
 import torch
 
 from mindie_mm.engine.core import Engine
-from mindie_mm.engine.ranks import Ranks, join
+from mindie_mm.engine.ranks import ALONE, Ranks, join
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.models import load_model
+from mindie_mm.nn.model import Model
 from mindie_mm.settings.config import EngineConfig, TowerParallel
+from tests.lora_samples import scored
 from tests.models.contract import encoded_by, run
 
 NUM_TOKENS = 8
@@ -31,6 +35,10 @@ def main(case: Path, device: str, ranks: Ranks) -> None:
         (case / f"refused.{ranks.number}.txt").write_text(str(error))
         return
     prompts = {file.stem: torch.from_numpy(np.load(file)) for file in sorted(case.glob("*.npy"))}
+    if (case / "loras").is_dir():
+        found = with_adapters(model, case / "loras", [*prompts.values()], ranks)
+        (case / f"loras.{ranks.number}.json").write_text(json.dumps(found))
+        return
     for name, ids in prompts.items():
         np.save(case / f"{name}.{ranks.number}.logits", model.logits(ids).cpu().numpy())
     for way in get_args(TowerParallel):
@@ -42,6 +50,18 @@ def main(case: Path, device: str, ranks: Ranks) -> None:
         outputs, errors = run(engine, list(prompts.values()), max_tokens=NUM_TOKENS)
         assert not errors, errors
         (case / f"{way}.{ranks.number}.json").write_text(json.dumps(dict(zip(prompts, outputs.values(), strict=True))))
+
+
+def with_adapters(
+    model: Model, folder: Path, prompts: list[torch.Tensor], ranks: Ranks = ALONE
+) -> list[tuple[list[int], list[float]]]:
+    """Run prompts with each of the adapters in `folder` and without one, all in one batch."""
+    folders = sorted(folder.iterdir())
+    loras = model.enable_loras(len(folders), 8)
+    adapters = [loras.read(one, "", ranks.run_on_all) for one in folders]
+    loras.known = {adapter.key: adapter for adapter in adapters}
+    engine = Engine(model, EngineConfig(max_loras=len(folders)), 2**24, ranks)
+    return scored(engine, [(ids, key) for ids in prompts for key in (None, *loras.known)])
 
 
 def run_rank(number: int, count: int, cases: Path, device: str) -> None:

@@ -39,7 +39,8 @@ from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.text.detokenizer import load_tokenizer
 from mindie_mm.worker.async_engine import AsyncEngine
 from tests.engine.conftest import STEP_TIMEOUT_S
-from tests.engine.shared_model import NUM_TOKENS, run_rank
+from tests.engine.shared_model import NUM_TOKENS, run_rank, with_adapters
+from tests.lora_samples import assert_close, linear_names, write_adapter
 from tests.models.contract import picture, run
 from tests.removed_arenas import removed_arenas
 
@@ -335,6 +336,46 @@ def test_families_give_the_same_logits_and_tokens_on_two_ranks(tmp_path, names):
                 for way in get_args(TowerParallel):
                     found = json.loads((case / f"{way}.{rank}.json").read_text())
                     assert found == dict(zip(own, outputs.values(), strict=True)), (name, way)
+
+
+def write_adapters(folder, model):
+    """Write adapters of all linear layers, with magnitudes, and with biases and whole embeddings and output layers."""
+    module, names = model.module, linear_names(model.module)
+    text = {part for one in model.text_modules() for part in one.modules()}
+    in_text = [name for name in names if module.get_submodule(name) in text]
+    ends = (module.get_input_embeddings(), module.get_output_embeddings())
+    whole = [name for name, part in module.named_modules() if part in ends]
+    write_adapter(folder / "a", module, names)
+    write_adapter(folder / "b", module, in_text, seed=1, rank=8, use_dora=True)
+    write_adapter(folder / "c", module, in_text, seed=2, lora_bias=True, whole=whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [SHARED, ALSO_SHARED], ids=["some", "others"])
+def test_families_apply_adapters_on_two_ranks(tmp_path, names):
+    cases, prompts = tmp_path / "cases", {}
+    with ExitStack() as stack:
+        for name in names:
+            contract, case = contract_of(name), cases / name
+            case.mkdir(parents=True)
+            (path := tmp_path / name).mkdir()
+            contract.write_checkpoint(path)
+            (case / "path").write_text(str(path))
+            write_adapters(case / "loras", load_model(path, "cpu", "float32", prepares=False))
+            tokenizer = stack.enter_context(Tokenizer.from_pretrained(path))
+            path_file = tmp_path / f"{name}.shm"
+            stack.callback(release, path_file)
+            prompt, items = [*contract.prompts.items()][-1]
+            prompts[name] = contract.tokenize(tokenizer, prompt, items, path_file)
+            np.save(case / prompt, prompts[name].numpy())
+        shared(cases)
+        for name in names:
+            model = load_model(tmp_path / name, "cpu", "float32")
+            expected = with_adapters(model, cases / name / "loras", [prompts[name]])
+            assert len({str(tokens) for tokens, _ in expected}) > 1, name
+            first, second = (json.loads((cases / name / f"loras.{rank}.json").read_text()) for rank in (0, 1))
+            assert_close(first, expected)
+            assert [tokens for tokens, _ in second] == [tokens for tokens, _ in first]  # rank 0 has the probabilities
 
 
 @pytest.mark.slow

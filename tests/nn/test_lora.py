@@ -95,6 +95,22 @@ def test_names_of_older_releases_of_transformers_are_translated(rename, model, p
     assert torch.equal(logits(model, old), logits(model, adapter))
 
 
+@pytest.mark.parametrize("config", [{}, {"use_dora": True}], ids=str)
+def test_an_output_layer_is_changed_beside_its_own_weight(config, random_checkpoint, model, plain, tmp_path):
+    """The weight of an output layer that peft stores beside its change may be another one than the base model's."""
+    folder = write_adapter(tmp_path / "adapter", plain, ["lm_head"], **config)
+    expected = logits(model, folder)
+    changed(folder, lambda own: own.update({f"{PREFIX}lm_head.base_layer.weight": plain.lm_head.weight.clone()}))
+    assert torch.equal(logits(model, folder), expected)
+    changed(folder, lambda own: own[f"{PREFIX}lm_head.base_layer.weight"].mul_(2))
+    merged = load_model(random_checkpoint, "cpu", "float32", prepares=False)
+    merged.module.lm_head.weight = torch.nn.Parameter(2 * plain.lm_head.weight)
+    changed(folder, lambda own: own.pop(f"{PREFIX}lm_head.base_layer.weight"))
+    merge(merged.module, folder)
+    changed(folder, lambda own: own.update({f"{PREFIX}lm_head.base_layer.weight": 2 * plain.lm_head.weight}))
+    torch.testing.assert_close(logits(model, folder), merged.logits(IDS), rtol=1e-4, atol=1e-4)
+
+
 def test_equal_files_have_equal_keys(model, plain, attention, adapter, tmp_path):
     same = write_adapter(tmp_path / "same", plain, attention)
     other = write_adapter(tmp_path / "other", plain, attention, seed=1)
@@ -360,7 +376,16 @@ def test_settings_of_published_adapters_are_served(name):
         {},
         {"use_dora": True, "rank_pattern": {"k_proj": 2}},
         {"use_rslora": True, "alpha_pattern": {r"layers\.0\.self_attn\.q_proj": 3}},
+        {
+            "use_dora": True,
+            "use_rslora": True,
+            "rank_pattern": {"^model.*q_proj": 6},
+            "alpha_pattern": {r"layers\.1\.self_attn\.v_proj": 9},
+        },
+        {"target_modules": ["o_proj", "gate_proj", "lm_head"]},
+        {"modules_to_save": ["embed_tokens"]},
         {"modules_to_save": ["embed_tokens", "lm_head"]},
+        {"modules_to_save": ["down_proj"]},
         {"bias": "lora_only"},
         {"lora_bias": True, "target_modules": ["q_proj", "k_proj"]},
         {"target_modules": "all-linear"},
@@ -383,6 +408,29 @@ def test_an_adapter_that_peft_writes_has_the_logits_of_peft(config, random_check
     settings = json.loads(file.read_text())
     assert settings["init_lora_weights"] is False
     torch.testing.assert_close(logits(model, tmp_path / "adapter"), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"target_modules": ["embed_tokens"]}, "embed_tokens.lora_embedding_A is not served"),
+        ({"modules_to_save": ["post_attention_layernorm"]}, "post_attention_layernorm.weight changes"),
+        ({"target_modules": ["patch_embed.proj"]}, "patch_embed.proj.lora_A.weight changes"),
+        ({"bias": "all"}, ".bias changes"),
+        ({"trainable_token_indices": [3, 5]}, "trainable_token_indices is"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'; training has changed"),
+    ],
+    ids=str,
+)
+def test_what_peft_writes_and_is_not_served_is_refused_with_the_key(config, named, random_checkpoint, model, tmp_path):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    reference = AutoModelForImageTextToText.from_pretrained(random_checkpoint, dtype=torch.float32)
+    given = {"r": 4, "lora_alpha": 6, "target_modules": [*PROJECTIONS]} | config
+    peft.get_peft_model(reference, peft.LoraConfig(**given)).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(UnsupportedCheckpoint, match=re.escape(named)):
+        model.loras.read(tmp_path / "adapter")
 
 
 def test_an_adapter_changes_int8_weights_as_it_changes_others(random_checkpoint, model, adapter):

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import msgspec
 import torch
@@ -38,7 +38,7 @@ from mindie_mm.engine.requests.engine_messages import (
     ToEngine,
 )
 from mindie_mm.engine.seq2seq import Seq2SeqEngine
-from mindie_mm.errors import MindieMMError
+from mindie_mm.errors import MindieMMError, OperationalError
 from mindie_mm.models import family_of, load_model, prepare_model, processor_of
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.model import Model
@@ -53,6 +53,8 @@ from mindie_mm.shm import collect
 from mindie_mm.shm.mapped import close_removed
 from mindie_mm.structured.grammar import Grammars
 from mindie_mm.tokenize.text.detokenizer import load_tokenizer
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -213,7 +215,7 @@ def load_engine(start: Start, ranks: Ranks) -> tuple[BaseEngine, int]:
     ranks.run_on_all(lambda: prepare_model(model, checkpoint, device, config.weights))
     if ranks.number == 0 and (detail := slow_dtype(model.module)):
         _log.warning("%s. Use --dtype float32, or 32 bits for the part (--vision-bits, --projector-bits)", detail)
-    lora_keys, lora_bytes = ranks.run_on_all(lambda: _enable_loras(model, start))
+    lora_keys, lora_bytes = _enable_loras(model, start, ranks)
     processor = processor_of(checkpoint, family_of(checkpoint, start.family))
     step = Step.kept(start.step_bytes)
     if step is None:
@@ -236,19 +238,32 @@ def load_engine(start: Start, ranks: Ranks) -> tuple[BaseEngine, int]:
     return engine, step.num_bytes
 
 
-def _enable_loras(model: Model | Seq2SeqModel, start: Start) -> tuple[dict[str, str], int]:
+def _enable_loras(model: Model | Seq2SeqModel, start: Start, ranks: Ranks) -> tuple[dict[str, str], int]:
     """Prepare a model for LoRA adapters, and read those of the first message.
 
     Return the keys of the adapters by folder, and the memory for adapters in bytes.
     """
     if start.loras is None:
         return {}, 0
-    loras = model.enable_loras(start.config.max_loras, start.config.max_lora_rank)
+    config = start.config
+    loras = ranks.run_on_all(lambda: model.enable_loras(config.max_loras, config.max_lora_rank))
     keys: dict[str, str] = {}
+
+    def on_all(work: Callable[[], T]) -> T:
+        def checked() -> T:
+            try:
+                return work()
+            except MindieMMError:
+                raise
+            except Exception as error:  # the other ranks must receive it
+                raise OperationalError(f"a LoRA adapter cannot be read: {error!r}") from error
+
+        return ranks.run_on_all(checked)
+
     for one in start.loras:
         try:
-            adapter = loras.read(Path(one.folder), one.key)
-        except Exception as error:  # an adapter must not prevent a restart
+            adapter = loras.read(Path(one.folder), one.key, on_all)
+        except MindieMMError as error:  # an adapter must not prevent a restart
             if not one.key:
                 raise
             _log.error("a LoRA adapter cannot be read again, and its requests fail: %s", error)

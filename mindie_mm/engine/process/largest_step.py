@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -225,7 +226,8 @@ class WorstCase:
         blocks = most_blocks(most, self._max_model_len, size)
         cache = spec.allocate_cache(1, size, num_slots=1, is_shared=True)
         name, settings = f"captured decode steps of {most} requests", "max_num_seqs, or set enforce_eager"
-        step = self._part(name, [self._decode(model, cache, most, blocks)], settings)().num_bytes
+        work = self._decode(model, cache, most, blocks, with_loras=False)
+        step = self._part(name, [work], settings)().num_bytes
         # Sizes of graphs are powers of two. All smaller graphs together need at most the memory of the largest graph,
         # and may have been captured before it.
         return Part(name, 2 * step + most * spec.vocab_size * torch.float32.itemsize, settings)
@@ -241,7 +243,9 @@ class WorstCase:
             yield Part("memory of operators that is not computed", took, "nothing: free memory")
 
     @staticmethod
-    def _decode(model: Model, cache: PagedCache, num_rows: int, num_blocks: int) -> Callable[[], object]:
+    def _decode(
+        model: Model, cache: PagedCache, num_rows: int, num_blocks: int, *, with_loras: bool = True
+    ) -> Callable[[], object]:
         """Return a decode step like the captured steps, for `num_rows` requests of `num_blocks` KV blocks."""
         device = model.spec.device
         position = upload(model.positions(1, ()).of(0, 1), device)
@@ -254,6 +258,7 @@ class WorstCase:
             (),
             GraphBatch(cache, ids, table, lengths, [num_blocks * cache.block_size] * num_rows, ids.expand(2, -1)),
             None,
+            with_loras=with_loras,
         )
 
     @staticmethod
@@ -322,7 +327,13 @@ class WorstCase:
         # A tower only looks up arrays by name, so a dict can replace the view.
         slots, view = np.arange(plan.num_features), cast("ItemView", arrays)
         items = [MediaItem(slots, view, shape) for _ in range(number)]
-        return torch.inference_mode()(lambda: self._model.features_of(items))
+
+        @torch.inference_mode()
+        def encode() -> list[Tensor]:
+            with _adapted(self._model, None):
+                return self._model.features_of(items)
+
+        return encode
 
     def _largest_plan(self, kind: Kind) -> tuple[Plan, Write] | None:
         if kind == PROMPT:
@@ -359,8 +370,16 @@ def _has_bidirectional_spans(model: MediaModel) -> bool:
 
 
 @torch.inference_mode()
-def _logits(model: Model, *batch: Any) -> Tensor:
-    return model.head(model.states(*batch))
+def _logits(model: Model, ids: Tensor, *batch: Any, with_loras: bool = True) -> Tensor:
+    with _adapted(model, len(ids)) if with_loras else nullcontext():
+        states = model.states(ids, *batch)
+    with _adapted(model, len(states)) if with_loras else nullcontext():
+        return model.head(states)
+
+
+def _adapted(model: MediaModel, num_rows: int | None) -> AbstractContextManager[None]:
+    """Apply the LoRA adapter that takes the most memory inside the context, if adapters are enabled."""
+    return nullcontext() if model.loras is None else model.loras.largest(num_rows, model.spec.device)
 
 
 def _cut(data: Data, wanted: int, num_features: int) -> Data:

@@ -5,7 +5,7 @@ Adapters are read from folders that peft writes. Only safetensors files are read
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +21,8 @@ from mindie_mm.nn.lora.targets import Target, Targets
 
 _PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
 _PREFIX = "base_model.model."
+_OWN_WEIGHT = ".base_layer.weight"
+"""End of the name of a layer's own weight, which peft stores beside the change of an output layer."""
 _PARTS: Mapping[str, str] = {
     ".lora_A.weight": "a",
     ".lora_B.weight": "b",
@@ -29,7 +31,7 @@ _PARTS: Mapping[str, str] = {
     ".lora_magnitude_vector.weight": "magnitude",
     ".base_layer.bias": "bias",
     ".bias": "bias",
-    ".base_layer.weight": "weight",
+    _OWN_WEIGHT: "weight",
     ".weight": "weight",
 }
 """Ends of the names of tensors, longest first, and the parts of a layer's change that they contain."""
@@ -54,37 +56,48 @@ class Adapter:
         return sum(tensor.numel() for one in self.changes for tensor in one.tensors().values())
 
 
-def read_adapter(folder: Path, targets: Targets, max_rank: int, dtype: torch.dtype) -> Adapter:
-    """Read an adapter, and check that it fits to the base model.
+class AdapterFiles:
+    """The files of an adapter, which have been read and fit to the base model."""
 
-    Args:
-        folder: Folder that contains adapter_config.json and adapter_model.safetensors.
-        targets: Layers of the base model.
-        max_rank: Maximum rank of a change.
-        dtype: Data type of the base model.
+    def __init__(self, folder: Path, targets: Targets, max_rank: int) -> None:
+        """Read the files.
 
-    Raises:
-        InputError: The folder does not exist, or is not the folder of an adapter.
-        UnsupportedCheckpoint: The adapter uses a setting that is not served, is damaged, or was trained on another base
-            model.
-        LimitExceeded: The rank of a layer exceeds `max_rank`.
+        Args:
+            folder: Folder that contains adapter_config.json and adapter_model.safetensors.
+            targets: Layers of the base model.
+            max_rank: Maximum rank of a change.
 
-    """
-    config, stated = read_config(folder)
-    file = weights_file(folder)
-    reading = _Reading(folder, config, targets, max_rank)
-    try:
-        with safe_open(file, "pt") as opened:  # the header, so that wrong weights are never read
-            header = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-            shapes = {name: tuple(one.get_shape()) for name, one in header.items()}
-            reading.check(shapes, {name: one.get_dtype() for name, one in header.items()})
-        data = file.read_bytes()
-        tensors = load(data)
-    except (SafetensorError, OSError, ValueError) as error:
-        raise UnsupportedCheckpoint(f"{file} cannot be read: {error}") from error
-    if {name: tuple(tensor.shape) for name, tensor in tensors.items()} != shapes:
-        raise UnsupportedCheckpoint(f"{file} has changed while it was read; load it again")
-    return Adapter(digest_of(stated, data), tuple(reading.changes(tensors, dtype)))
+        Raises:
+            InputError: The folder does not exist, or is not the folder of an adapter.
+            UnsupportedCheckpoint: The adapter uses a setting that is not served, is damaged, or was trained on another
+                base model.
+            LimitExceeded: The rank of a layer exceeds `max_rank`.
+
+        """
+        config, stated = read_config(folder)
+        file = weights_file(folder)
+        self._reading = _Reading(folder, config, targets, max_rank)
+        try:
+            with safe_open(file, "pt") as opened:  # the header, so that wrong weights are never read
+                header = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+                shapes = {name: tuple(one.get_shape()) for name, one in header.items()}
+                self._reading.check(shapes, {name: one.get_dtype() for name, one in header.items()})
+            data = file.read_bytes()
+            self._tensors = load(data)
+        except (SafetensorError, OSError, ValueError) as error:
+            raise UnsupportedCheckpoint(f"{file} cannot be read: {error}") from error
+        if {name: tuple(tensor.shape) for name, tensor in self._tensors.items()} != shapes:
+            raise UnsupportedCheckpoint(f"{file} has changed while it was read; load it again")
+        self.key = digest_of(stated, data)
+
+    def adapter(self, dtype: torch.dtype) -> Adapter:
+        """Return the adapter of a model of `dtype`. Every rank must call this method.
+
+        Raises:
+            UnsupportedCheckpoint: A change is not finite.
+
+        """
+        return Adapter(self.key, tuple(self._reading.changes(self._tensors, dtype)))
 
 
 def weights_file(folder: Path) -> Path:
@@ -129,17 +142,19 @@ class _Reading:
         for layer, parts in self._names.items():
             self._check_layer(layer, parts, shapes)
 
-    def changes(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[Change]:
-        """Yield the change of each layer of a model of `dtype`."""
+    def changes(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> list[Change]:
+        """Return the changes of all layers of a model of `dtype`."""
+        changes = []
         for layer, parts in self._names.items():
             own = {part: tensors[name] for part, name in parts.items()}
-            change = Change.of(self._found[layer], own, self._config.scaling_of(layer), dtype)
+            changes.append(Change.of(self._found[layer], own, self._config.scaling_of(layer), dtype))
+        for layer, change in zip(self._names, changes, strict=True):  # after all sums over ranks
             if not all(bool(torch.isfinite(tensor).all()) for tensor in change.tensors().values()):
                 raise self._refused(
                     layer,
                     f"has a change that is not finite in {dtype}; the file is damaged, or lora_alpha is too large",
                 )
-            yield change
+        return changes
 
     def _split(self, name: str) -> tuple[str, str]:
         """Return the name of the layer, and the part of its change that a tensor contains."""
@@ -164,13 +179,14 @@ class _Reading:
         self._check_parts(first, target, parts)
         has_change = "a" in parts
         rank = shapes[parts["a"]][0] if has_change and shapes[parts["a"]] else 0
+        outputs, inputs = target.whole
         expected = {
-            "a": (rank, target.num_inputs),
-            "b": (target.num_outputs, rank),
-            "b_bias": (target.num_outputs,),
-            "magnitude": (target.num_outputs,),
-            "bias": (target.num_outputs,),
-            "weight": target.shape,
+            "a": (rank, inputs),
+            "b": (outputs, rank),
+            "b_bias": (outputs,),
+            "magnitude": (outputs,),
+            "bias": (outputs,),
+            "weight": (inputs, outputs) if target.is_embedding else (outputs, inputs),
         }
         for part, name in parts.items():
             if shapes[name] != expected[part]:
@@ -192,7 +208,7 @@ class _Reading:
             raise self._refused(
                 first, "is a change of an embedding; only whole embeddings (modules_to_save) are served"
             )
-        if "weight" in parts and has_change:
+        if "weight" in parts and has_change and not parts["weight"].endswith(_OWN_WEIGHT):
             raise self._refused(first, "is both changed and replaced, which is not served")
         if {"magnitude", "b_bias"} <= parts.keys():
             raise self._refused(

@@ -7,11 +7,11 @@ are not touched.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -19,13 +19,28 @@ from torch import Tensor, nn
 
 from mindie_mm.device import upload
 from mindie_mm.errors import LimitExceeded, OperationalError
-from mindie_mm.nn.lora.adapter import Adapter, read_adapter
-from mindie_mm.nn.lora.change import Change
+from mindie_mm.nn.lora.adapter import Adapter, AdapterFiles
+from mindie_mm.nn.lora.change import Change, Joined
 from mindie_mm.nn.lora.targets import Targets
+from mindie_mm.nn.split_linear import change_product, is_same_on_all, split_of
 
-Placed = Mapping[nn.Module, Sequence[Change]]
-Mix = Sequence[tuple[Placed, Tensor | None]]
-"""The adapters of a batch with the rows of each, int64 [n]. None means all rows."""
+T = TypeVar("T")
+Placed = Mapping[nn.Module, Joined]
+Rows = Tensor | range | None
+"""Rows of the requests with an adapter: int64 [n], or a range, whose rows are not copied. None means all rows."""
+Mix = Sequence[tuple[Placed, Rows]]
+"""The adapters of a batch with the rows of each."""
+
+
+class OnAll(Protocol):
+    """A function that calls another one on every rank. If it fails on one of them, it raises the error on all ranks."""
+
+    def __call__(self, work: Callable[[], T], /) -> T:
+        """Return the result of `work` on this rank."""
+
+
+def _alone(work: Callable[[], T]) -> T:
+    return work()
 
 
 class Loras:
@@ -59,28 +74,43 @@ class Loras:
         self._placed: OrderedDict[Adapter, Placed] = OrderedDict()
         self._most_values = 0
         for layer in {target.module for target in self._targets.by_name.values()}:
-            layer.register_forward_hook(partial(_changed, self))
+            if split_of(layer) is None:
+                layer.register_forward_hook(partial(_changed, self))
+            else:
+                change_product(layer, partial(_change, self, layer))
 
     @property
     def num_placed(self) -> int:
         """Number of adapters on the device."""
         return len(self._placed)
 
-    def read(self, folder: Path, key: str = "") -> Adapter:
-        """Read an adapter, but do not add it to `known`. This raises the errors of `read_adapter`, and the error below.
+    def read(self, folder: Path, key: str = "", on_all: OnAll = _alone) -> Adapter:
+        """Read an adapter, but do not add it to `known`. This raises the errors of `AdapterFiles`, and those below.
 
         Args:
             folder: Folder of the adapter.
             key: Key that the adapter must have, or an empty string.
+            on_all: Function that calls another one on every rank.
 
         Raises:
-            OperationalError: The adapter has another key.
+            UnsupportedCheckpoint: A change is not finite.
+            OperationalError: The adapter has another key, or the files changed while the ranks read them.
 
         """
-        adapter = read_adapter(folder, self._targets, self._max_rank, self._dtype)
-        if key not in ("", adapter.key):
-            raise OperationalError(f"the files in {folder} have changed since they were loaded; load them again")
-        return adapter
+        files = on_all(lambda: AdapterFiles(folder, self._targets, self._max_rank))
+
+        def adapter() -> Adapter:
+            if not is_same_on_all(files.key) or key not in ("", files.key):
+                raise OperationalError(f"the files in {folder} have changed since they were loaded; load them again")
+            return files.adapter(self._dtype)
+
+        return on_all(adapter)
+
+    @cached_property
+    def _largest(self) -> Placed:
+        """Changes of the maximum rank in all linear layers. Their values take no memory."""
+        linears = [one for one in self._targets.by_name.values() if not one.is_embedding]
+        return _placed(Change.largest(one, self._max_rank, self._dtype) for one in linears)
 
     def reserve(self) -> int:
         """Fix the size of one adapter by the adapters that are known, and return the memory for all of them in bytes.
@@ -121,11 +151,13 @@ class Loras:
                 ranges.setdefault(adapter, []).append(range(row, row + count))
             row += count
         self._num_rows = row
-        mixed: list[tuple[Placed, Tensor | None]] = []
+        mixed: list[tuple[Placed, Rows]] = []
         for adapter, parts in ranges.items():
-            rows = np.concatenate([np.arange(part.start, part.stop) for part in parts])
-            everywhere = len(rows) == row
-            mixed.append((self._place(adapter, ranges), None if everywhere else upload(rows, device)))
+            around, count = range(parts[0].start, parts[-1].stop), sum(map(len, parts))
+            rows: Rows = None if count == row else around
+            if count < len(around):
+                rows = upload(np.concatenate([np.arange(part.start, part.stop) for part in parts]), device)
+            mixed.append((self._place(adapter, ranges), rows))
         return mixed
 
     @contextmanager
@@ -136,6 +168,21 @@ class Loras:
             yield
         finally:
             self.running = ()
+
+    @contextmanager
+    def largest(self, num_rows: int | None, device: torch.device) -> Iterator[None]:
+        """Apply the adapter with the largest temporary tensors inside the context, to measure the memory of a step.
+
+        Args:
+            num_rows: Number of rows. All rows but the last use the adapter, so that they are copied. None means that
+                all rows use it, as in towers.
+            device: Device of the rows.
+
+        """
+        rows = None if num_rows is None else torch.arange(max(1, num_rows - 1), device=device)
+        self._num_rows = num_rows or 0
+        with self.applied([(self._largest, rows)]):
+            yield
 
     def require_rows(self, num_rows: int) -> None:
         """Raise OperationalError unless a layer computes one row for each token of the batch."""
@@ -152,17 +199,35 @@ class Loras:
         while len(self._placed) >= self.max_loras:
             oldest = next(one for one in self._placed if one not in needed)
             del self._placed[oldest]
-        placed: dict[nn.Module, list[Change]] = {}
-        for change in adapter.changes:
-            placed.setdefault(change.target.module, []).append(change.to(change.target.like.device))
-        self._placed[adapter] = placed
-        return placed
+        self._placed[adapter] = _placed(adapter.changes)
+        return self._placed[adapter]
+
+
+def _placed(changes: Iterable[Change]) -> Placed:
+    """Return copies of changes on the devices of their layers, by module."""
+    by_module: dict[nn.Module, list[Change]] = {}
+    for change in changes:
+        by_module.setdefault(change.target.module, []).append(change)
+    return {module: Joined(own, own[0].target.like.device) for module, own in by_module.items()}
 
 
 def _changed(loras: Loras, layer: nn.Module, given: tuple[Any, ...], out: Tensor) -> None:
     """Change the output of a layer in place, as a forward hook."""
+    _change(loras, layer, given[0], out)
+
+
+def _change(loras: Loras, layer: nn.Module, given: Tensor, out: Tensor) -> None:
     for placed, rows in loras.running:
-        for change in placed.get(layer, ()):
-            if rows is not None:
-                loras.require_rows(out.shape[-2])
-            change.apply(given[0], out, rows)
+        if (joined := placed.get(layer)) is None:
+            continue
+        if rows is None:
+            joined.apply(given, out)
+            continue
+        loras.require_rows(out.shape[-2])
+        axis = -1 if isinstance(layer, nn.Embedding) else -2  # of the input
+        if isinstance(rows, range):
+            joined.apply(given.narrow(axis, rows.start, len(rows)), out.narrow(-2, rows.start, len(rows)))
+        else:
+            own = out.index_select(-2, rows)
+            joined.apply(given.index_select(axis, rows), own)
+            out.index_copy_(-2, rows, own)

@@ -9,8 +9,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from mindie_mm.device import QuantizedLinear
+from mindie_mm.device import QuantizedLinear, is_linear
 from mindie_mm.nn.decoder_layer import DecoderLayer
+from mindie_mm.nn.split_linear import Split, split_of
 
 _NO_PREFIXES = ("", "model.")
 
@@ -28,15 +29,31 @@ class Target:
     is_embedding: bool
     in_text: bool
     """True if the layer belongs to the text model or is the output layer, instead of a tower or projector."""
+    split: Split | None
+    """Share of this rank in the layer, or None if it has the whole layer. The numbers above are those of the share."""
 
     @property
     def num_outputs(self) -> int:
         return self.stop - self.start
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """Shape of the weight."""
-        return (self.num_inputs, self.num_outputs) if self.is_embedding else (self.num_outputs, self.num_inputs)
+    def by_input(self) -> bool:
+        """Whether the ranks sum their products, so that an adapter changes only a term of the output."""
+        return self.split is not None and self.split.by_input
+
+    @property
+    def whole(self) -> tuple[int, int]:
+        """Number of outputs and inputs of the layer on all ranks."""
+        if self.split is None:
+            return self.num_outputs, self.num_inputs
+        return (self.num_outputs, self.split.size) if self.by_input else (self.split.size, self.num_inputs)
+
+    def share(self, part: str, tensor: Tensor) -> Tensor:
+        """Return this rank's share of a tensor of an adapter. `part` is one of those of `Change.of`."""
+        if self.split is None or part in (("b", "b_bias", "bias", "magnitude") if self.by_input else ("a",)):
+            return tensor
+        size = self.num_inputs if self.by_input else self.num_outputs
+        return tensor.narrow(1 if self.by_input else 0, self.split.start, size).clone()  # frees the rest
 
     @property
     def hides_bias(self) -> bool:
@@ -51,7 +68,11 @@ class Target:
 
     def input_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the data type of the layer's input in a model of `dtype`. A tower may have another one."""
-        if isinstance(self.module, nn.Linear) and self.like.dtype in (torch.float32, torch.bfloat16, torch.float16):
+        if not isinstance(self.module, QuantizedLinear) and self.like.dtype in (
+            torch.float32,
+            torch.bfloat16,
+            torch.float16,
+        ):
             return self.like.dtype
         return dtype
 
@@ -66,6 +87,11 @@ class Target:
         """The bias, [outputs], or None."""
         bias: Tensor | None = cast("Any", self.module).bias
         return None if bias is None else bias[self.start : self.stop]
+
+    @property
+    def bias_in_output(self) -> Tensor | None:
+        """The bias that the output has when an adapter changes it. Ranks add the bias after the sum of their terms."""
+        return None if self.by_input else self.bias
 
 
 class Targets:
@@ -82,8 +108,8 @@ class Targets:
         head, embeddings = module.get_output_embeddings(), module.get_input_embeddings()
         in_text = {part for one in (*text_modules, head) if one is not None for part in one.modules()}
         self.by_name = {
-            name: Target(part, start, stop, inputs, isinstance(part, nn.Embedding), part in in_text)
-            for name, part, start, stop, inputs in _layers(module, embeddings)
+            name: Target(part, start, stop, inputs, isinstance(part, nn.Embedding), part in in_text, split)
+            for name, part, start, stop, inputs, split in _layers(module, embeddings)
         }
         self._renamings = _renamings(module)
 
@@ -106,23 +132,23 @@ class Targets:
         return key.removesuffix(".weight")
 
 
-def _layers(module: nn.Module, embeddings: nn.Module) -> Iterator[tuple[str, nn.Module, int, int, int]]:
-    """Yield the name, the module, the range of outputs and the number of inputs of each target."""
+def _layers(module: nn.Module, embeddings: nn.Module) -> Iterator[tuple[str, nn.Module, int, int, int, Split | None]]:
+    """Yield the name, module, range of outputs, number of inputs and share of each target."""
     joined: set[nn.Module] = set()
     for path, part in module.named_modules():
         if isinstance(part, DecoderLayer):
-            for name, layer, start, stop in part.projections():
+            for name, layer, start, stop, split in part.projections():
                 joined.add(layer)
-                yield f"{path}.{name}", layer, start, stop, _shape(layer)[1]
+                yield f"{path}.{name}", layer, start, stop, _shape(layer)[1], split
     for path, part in module.named_modules():
         if part in joined or ".experts." in path:
             continue
         name = path.replace(".mixture.", ".mlp.")  # `DecoderLayer` has its experts under another name
         if part is embeddings and isinstance(part, nn.Embedding):
-            yield name, part, 0, part.embedding_dim, part.num_embeddings
-        elif type(part) is nn.Linear or isinstance(part, QuantizedLinear):
+            yield name, part, 0, part.embedding_dim, part.num_embeddings, None
+        elif is_linear(part):
             outputs, inputs = _shape(part)
-            yield name, part, 0, outputs, inputs
+            yield name, part, 0, outputs, inputs, split_of(part)
 
 
 def _shape(linear: Any) -> tuple[int, int]:

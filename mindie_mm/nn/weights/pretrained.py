@@ -33,12 +33,13 @@ from mindie_mm.nn.lora.loras import Loras
 from mindie_mm.nn.model import Model, ModelSpec
 from mindie_mm.nn.paged_batch import Chunk, PagedBatch, top_position
 from mindie_mm.nn.paged_cache import KVLayer, Layer, PagedCache, SharedLayer
+from mindie_mm.nn.split_linear import num_shares
 from mindie_mm.nn.weights.formats import format_of, read_packed
 from mindie_mm.nn.weights.formats.float8 import runs_in_transformers
 from mindie_mm.nn.weights.placing import Placing, with_packed
 from mindie_mm.nn.weights.quantized import check_quantization, quantization, try_layers
 from mindie_mm.nn.weights.shards import weight_files
-from mindie_mm.nn.weights.shares import layer_configs, localize, num_shares, refuse_shares, shared
+from mindie_mm.nn.weights.shares import layer_configs, localize, refuse_shares, shared
 from mindie_mm.nn.weights.stored_tensors import PLAIN, check_stored
 
 _log = logging.getLogger(__name__)
@@ -163,10 +164,6 @@ class PretrainedModel(Model):
         _log.info("compiled code (%s) runs steps of up to %d tokens", instructions(), self._step.most_rows)
 
     def enable_loras(self, max_loras: int, max_rank: int) -> Loras:
-        if num_shares() > 1:
-            raise UnsupportedCheckpoint(
-                f"LoRA adapters are served only by whole engines: tensor_parallel is {num_shares()}; it must be 1"
-            )
         self.loras = Loras(self.module, self.text_modules(), self.spec.dtype, max_loras, max_rank)
         if self._step is not None:
             _log.info("torch instead of compiled code runs steps with requests for LoRA adapters")

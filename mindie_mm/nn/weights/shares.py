@@ -1,11 +1,12 @@
 """Tensor parallelism of a text model over the ranks of torch.distributed, according to transformers' plans.
 
-A plan lists the layers whose weights are split by columns or rows. The `forward` methods of these layers sum or gather
-the results of the ranks. Each rank computes the attention of its own heads only. Every rank has the whole tower.
+A plan lists the layers whose weights are split by outputs or inputs. The `forward` methods of these layers sum or
+gather the results of the ranks. Each rank computes the attention of its own heads only. Every rank has the whole tower.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from torch.nn.functional import embedding
 from mindie_mm.device import Device
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.nn.split_linear import Split, first_of, num_shares, split_layer
 
 DECODER_PLAN: Mapping[str, str] = {
     "layers.*.self_attn.q_proj": "colwise",
@@ -30,14 +32,8 @@ DECODER_PLAN: Mapping[str, str] = {
 """Plan for a decoder with these layers. transformers has this plan for Llama, but not for some similar models."""
 
 
-def num_shares() -> int:
-    """Return the number of ranks that share the weights. It is 1 unless this process is one of several ranks."""
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def is_first() -> bool:
-    """Return whether this process is rank 0 of the ranks that share the weights."""
-    return not dist.is_initialized() or dist.get_rank() == 0
+_GATHERING = ("colwise_gather_output", "colwise_rep")
+"""Styles of plans for layers that are split by outputs, and gather the outputs of all ranks."""
 
 
 def refuse_shares(checkpoint: Checkpoint, what: str = "belongs to a family without a tensor-parallel plan") -> None:
@@ -144,7 +140,7 @@ def _with_whole_experts(plan: Mapping[str, str], text: Any) -> dict[str, str]:
     return changed
 
 
-def localize(module: nn.Module) -> None:
+def localize(module: Any) -> None:
     """Replace the DTensor weights of linear layers, experts and embeddings by this rank's local tensors.
 
     PyTorch converts a DTensor at every call to a layer. The conversion takes longer than a small layer. For embeddings,
@@ -152,11 +148,16 @@ def localize(module: nn.Module) -> None:
     """
     from torch.distributed.tensor import DTensor, Shard
 
-    for layer in module.modules():
-        if type(layer) is nn.Embedding and isinstance(layer.weight, DTensor) and layer.weight.placements == (Shard(0),):
-            start = dist.get_rank() * -(-layer.weight.shape[0] // dist.get_world_size())
-            layer.weight = nn.Parameter(layer.weight.to_local(), requires_grad=False)
-            layer.forward = partial(_embed, layer.weight, start)  # type: ignore[method-assign]
+    for path, layer in module.named_modules():
+        weight = getattr(layer, "weight", None)
+        if type(layer) is nn.Embedding and isinstance(weight, DTensor) and weight.placements == (Shard(0),):
+            layer.weight = nn.Parameter(weight.to_local(), requires_grad=False)
+            layer.forward = partial(_embed, layer.weight, first_of(weight.shape[0]))  # type: ignore[method-assign]
+        if type(layer) is nn.Linear and isinstance(weight, DTensor) and type(weight.placements[0]) is Shard:
+            style = module.tp_plan.get(re.sub(r"\.\d+(?=\.)", ".*", path))
+            axis = weight.placements[0].dim
+            size = weight.shape[axis]
+            split_layer(layer, Split(axis == 1, first_of(size), size, style in _GATHERING))
         for name, weight in layer.named_parameters(recurse=False):
             if isinstance(weight, DTensor) and (isinstance(layer, nn.Linear) or weight.dim() == 3):
                 setattr(layer, name, nn.Parameter(weight.to_local(), requires_grad=False))
