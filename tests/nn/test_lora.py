@@ -11,10 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
+from mindie_mm.device.cpu.onednn_linear import OneDNNLinear, has_onednn
 from mindie_mm.errors import InputError, LimitExceeded, UnsupportedCheckpoint
 from mindie_mm.models import load_model
 from mindie_mm.nn.lora.adapter_config import read_config
 from tests.lora_samples import PREFIX, linear_names, merge, write_adapter
+from tools.random_checkpoint import write_checkpoint
 
 IDS = torch.arange(40, 90)
 LAYERS = "model.language_model.layers"
@@ -441,3 +443,18 @@ def test_an_adapter_changes_int8_weights_as_it_changes_others(random_checkpoint,
     difference = (logits(quantized, adapter) - with_adapter).abs().mean()
     assert 0 < rounding < 0.1 * (with_adapter - plain).abs().mean()
     assert difference < 2 * rounding
+
+
+@pytest.mark.skipif(not has_onednn(), reason="torch has no oneDNN here")
+def test_an_adapter_changes_layers_that_onednn_multiplies(tmp_path, monkeypatch):
+    path = write_checkpoint(tmp_path / "small", "small")
+    plain = load_model(path, "cpu", "float32", prepares=False).module
+    folder = write_adapter(tmp_path / "adapter", plain, [*linear_names(plain), "lm_head"])
+    found = []
+    for choice in ("yes", "no"):
+        monkeypatch.setenv("MINDIE_MM_KERNELS", f"onednn={choice}")
+        model = load_model(path, "cpu", "float32")
+        assert any(isinstance(part, OneDNNLinear) for part in model.module.modules()) is (choice == "yes")
+        model.enable_loras(1, 8)
+        found.append(logits(model, folder))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)

@@ -70,14 +70,6 @@ class Change:
             a = b = growth = None
         return cls(target, a, b, added, growth, weight).to(target.input_dtype(dtype))
 
-    @classmethod
-    def largest(cls, target: Target, rank: int, dtype: torch.dtype) -> Self:
-        """Return a change with all tensors except a weight, on the device of the layer. Its values take no memory."""
-        zero = torch.zeros((), dtype=target.input_dtype(dtype), device=target.like.device)
-        outputs = zero.expand(target.num_outputs)
-        a, b = zero.expand(rank, target.num_inputs), zero.expand(target.num_outputs, rank)
-        return cls(target, a, b, outputs, outputs, None)
-
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that are set, by name."""
         found = {name: getattr(self, name) for name in ("a", "b", "added", "growth", "weight")}
@@ -126,17 +118,33 @@ class Change:
 class Joined:
     """The changes that an adapter makes to the layers that one module computes. They have the same input."""
 
-    def __init__(self, changes: Sequence[Change], device: torch.device) -> None:
-        """Copy the changes to a device, with all matrices `a` in one, because one product is faster than several."""
-        matrices = [one.a for one in changes if one.a is not None]
-        self._a = torch.cat([a.to(device) for a in matrices]) if matrices else None
+    def __init__(self, changes: Sequence[Change], a: Tensor | None) -> None:
+        """Join changes on their device. `a` is the concatenation of their matrices `a`, or None."""
+        self._a = a
         self._changes: list[tuple[Change, int, int]] = []
         """Each change, with its range among the rows of `_a`."""
         start = 0
         for one in changes:
             stop = start + (0 if one.a is None else len(one.a))
-            self._changes.append((replace(one, a=None).to(device), start, stop))
+            self._changes.append((replace(one, a=None), start, stop))
             start = stop
+
+    @classmethod
+    def of(cls, changes: Sequence[Change]) -> Self:
+        """Copy changes to the device of their layers, and join them. One product is faster than several."""
+        placed = [one.to(one.target.like.device) for one in changes]
+        matrices = [one.a for one in placed if one.a is not None]
+        return cls(placed, torch.cat(matrices) if matrices else None)
+
+    @classmethod
+    def largest(cls, targets: Sequence[Target], rank: int, dtype: torch.dtype) -> Self:
+        """Return changes with all tensors except weights. Their values take no memory."""
+        changes = []
+        for target in targets:
+            zero = torch.zeros((), dtype=target.input_dtype(dtype), device=target.like.device)
+            outputs, b = zero.expand(target.num_outputs), zero.expand(target.num_outputs, rank)
+            changes.append(Change(target, zero.expand(rank, target.num_inputs), b, outputs, outputs, None))
+        return cls(changes, zero.expand(rank * len(targets), targets[0].num_inputs))
 
     def apply(self, given: Tensor, out: Tensor) -> None:
         """Change rows of the module's output in place. Input and output are those of `Change.apply`."""

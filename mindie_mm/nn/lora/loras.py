@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from mindie_mm.device import upload
 from mindie_mm.errors import LimitExceeded, OperationalError
 from mindie_mm.nn.lora.adapter import Adapter, AdapterFiles
-from mindie_mm.nn.lora.change import Change, Joined
-from mindie_mm.nn.lora.targets import Targets
+from mindie_mm.nn.lora.change import Joined
+from mindie_mm.nn.lora.targets import Target, Targets
 from mindie_mm.nn.split_linear import change_product, is_same_on_all, split_of
 
 T = TypeVar("T")
@@ -109,8 +109,8 @@ class Loras:
     @cached_property
     def _largest(self) -> Placed:
         """Changes of the maximum rank in all linear layers. Their values take no memory."""
-        linears = [one for one in self._targets.by_name.values() if not one.is_embedding]
-        return _placed(Change.largest(one, self._max_rank, self._dtype) for one in linears)
+        linears = _by_module(one for one in self._targets.by_name.values() if not one.is_embedding)
+        return {layer: Joined.largest(own, self._max_rank, self._dtype) for layer, own in linears.items()}
 
     def reserve(self) -> int:
         """Fix the size of one adapter by the adapters that are known, and return the memory for all of them in bytes.
@@ -199,16 +199,18 @@ class Loras:
         while len(self._placed) >= self.max_loras:
             oldest = next(one for one in self._placed if one not in needed)
             del self._placed[oldest]
-        self._placed[adapter] = _placed(adapter.changes)
-        return self._placed[adapter]
+        changes = {change.target: change for change in adapter.changes}
+        placed = {layer: Joined.of([changes[one] for one in own]) for layer, own in _by_module(changes).items()}
+        self._placed[adapter] = placed
+        return placed
 
 
-def _placed(changes: Iterable[Change]) -> Placed:
-    """Return copies of changes on the devices of their layers, by module."""
-    by_module: dict[nn.Module, list[Change]] = {}
-    for change in changes:
-        by_module.setdefault(change.target.module, []).append(change)
-    return {module: Joined(own, own[0].target.like.device) for module, own in by_module.items()}
+def _by_module(targets: Iterable[Target]) -> dict[nn.Module, list[Target]]:
+    """Return the targets that each module computes."""
+    found: dict[nn.Module, list[Target]] = {}
+    for target in targets:
+        found.setdefault(target.module, []).append(target)
+    return found
 
 
 def _changed(loras: Loras, layer: nn.Module, given: tuple[Any, ...], out: Tensor) -> None:
