@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -141,6 +142,19 @@ def test_a_reload_needs_the_admin_key_or_the_unix_socket(pair: RunningService, h
     assert refused.json()["error"]["type"] == "PermissionDeniedError"
     assert engines(pair) == before
     assert KEY not in pair.log.read_text()
+
+
+@pytest.mark.slow
+def test_the_guide_shows_how_to_reload(pair: RunningService) -> None:
+    if shutil.which("curl") is None:
+        pytest.skip("no curl")
+    page = (Path(__file__).parents[2] / "docs/operate.md").read_text()
+    (script,) = [code for code in re.findall(r"(?ms)^```sh\n(.*?)^```$", page) if "admin/reload" in code]
+    script = script.replace("/run/mindie_mm/socket", str(pair.log.with_name("socket")))
+    script = script.replace("http://127.0.0.1:8000", pair.url).replace("curl ", "curl --silent --fail ")
+    before = {engine.pid for engine in engines(pair)}
+    subprocess.run(["sh", "-ec", script], env=os.environ | {"ADMIN_KEY": KEY}, check=True, timeout=200)
+    assert before.isdisjoint(engine.pid for engine in engines(pair))
 
 
 def test_a_reload_replaces_both_engines_while_requests_are_answered(
