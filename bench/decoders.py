@@ -51,7 +51,7 @@ class Pictures:
         (folder / "image").mkdir()
 
     def request(self, number: int, name: str = "shm_name.txt", salt: str = "") -> TokenizeRequest:
-        """Return a request with `number` pictures."""
+        """Return a request with `number` images."""
         items: list[dict[str, Any]] = []
         for _ in range(number):
             path = self._folder / "image" / f"{next(self._numbers)}.jpg"

@@ -1,11 +1,11 @@
 """Benchmark of each family compared with transformers: preprocessing, towers, prefill, and a request for one token.
 
 The checkpoints are the test checkpoints, with random weights and few layers. They have the published checkpoints' sizes
-of pictures, patches and tiles, and their audio settings.
+of images, patches and tiles, and their audio settings.
 
 Preprocessing begins with the bytes of a JPEG, decoded video frames or audio samples. For transformers, libjpeg-turbo
 decodes the JPEG, as in torchvision's decoder, and tests/stubs does torchvision's arithmetic. The same photograph is
-also preprocessed from decoded pixels, because decoding takes most of the time of a small picture. mindie_mm's
+also preprocessed from decoded pixels, because decoding takes most of the time of a small image. mindie_mm's
 preprocessing ends with a published block in shared memory.
 
 The towers of mindie_mm read bytes, but the towers of transformers read normalized floats. The table therefore also

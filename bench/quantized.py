@@ -89,7 +89,7 @@ FORMATS: dict[str, Callable[[Path], object]] = {
 
 
 def questions() -> list[Sample]:
-    """Return held-out questions about pictures and texts. Spoken digits would need another program."""
+    """Return held-out questions about images and texts. Spoken digits would need another program."""
     rng = random.Random(SEED)
     drawn = (sample(rng, HELD_OUT, TASKS[number % len(TASKS)]) for number in range(3 * SAMPLES))
     return [one for one in drawn if not one.sounds][:SAMPLES]

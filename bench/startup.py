@@ -2,7 +2,7 @@
 
 The checkpoints are the embedded one and `mid` of `tools.random_checkpoint`, the latter also with small caches. Each
 figure is a median over starts. Memory is the proportional set size (PSS) of the processes of each task, once when the
-service is ready, and once after requests with pictures that it had not seen before.
+service is ready, and once after requests with images that it had not seen before.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`make demo`: start the service, ask it about pictures, a video and sounds over HTTP, and stop it.
+"""`make demo`: start the service, ask it about images, a video and sounds over HTTP, and stop it.
 
 The exit status is 0 only if every answer is correct and no shared memory is left in /dev/shm.
 """
@@ -84,7 +84,7 @@ class Question:
 
 
 def make_questions(folder: Path) -> list[Question]:
-    """Make the pictures, the video and the sounds in `folder`, and return the requests about them."""
+    """Make the images, the video and the sounds in `folder`, and return the requests about them."""
     red_square = picture("red", (220, 40, 40), "square", x=0.35)
     blue_circle = picture("blue", (40, 80, 220), "circle", x=0.56)
     green_star = picture("green", (40, 160, 60), "star", x=0.5)

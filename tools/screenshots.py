@@ -66,7 +66,7 @@ def engine_of(service: RunningService) -> psutil.Process:
 
 
 def photograph(page: Page) -> None:
-    """Write the pictures of the wide page, when shared memory has the blocks of all requests."""
+    """Write the images of the wide page, when shared memory has the blocks of all requests."""
     page.get_by_text("Blocks as a table").click()
     expect(page.locator("#block-rows tr")).to_have_count(sum(COPIES), timeout=30_000)
     page.screenshot(path=FOLDER / "web-page.png")

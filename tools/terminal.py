@@ -29,7 +29,7 @@ SESSION: tuple[tuple[str, tuple[str, ...]], ...] = (
 """Commands, each with the lines to type after it has started."""
 _PROMPT = "> "
 _FONT_FACES = re.compile(r"@font-face\s*\{.*?\}\s*", re.DOTALL)
-"""Fonts that rich loads from another host. Pictures in a page load nothing."""
+"""Fonts that rich loads from another host. Images in a page load nothing."""
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
-"""Trace a picture question of four tokens over HTTP: `python -m tools.trace_http`.
+"""Trace an image question of four tokens over HTTP: `python -m tools.trace_http`.
 
 The service, its tokenizer process and its engine process run as threads of this process, on the embedded checkpoint.
 They exchange their usual messages. Decoder processes are not traced. The question is asked over a TCP connection, after
-a question about another picture. The output lists the project's files in the order in which the request enters them,
+a question about another image. The output lists the project's files in the order in which the request enters them,
 the functions that it enters in each, and the number of calls. Comprehensions count as parts of their functions.
 """
 
@@ -106,7 +106,7 @@ class _Threads(ForkClient):
 
 
 async def ask(port: int, colour: str) -> None:
-    """Ask about a picture of the given color, and read the whole stream."""
+    """Ask about an image of the given color, and read the whole stream."""
     picture = {"type": "image_url", "image_url": {"url": data_url(Image.new("RGB", (224, 224), colour))}}
     question = {"role": "user", "content": [picture, {"type": "text", "text": "What color is it?"}]}
     body = {"messages": [question], "stream": True, "temperature": 0, "ignore_eos": True, "max_tokens": NUM_TOKENS}

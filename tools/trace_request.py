@@ -1,7 +1,7 @@
-"""Trace a picture question of four tokens through one process: `python -m tools.trace_request`.
+"""Trace an image question of four tokens through one process: `python -m tools.trace_request`.
 
 The tokenizer, the engine and the detokenizer run in this process, on the embedded checkpoint, after a question about
-another picture has warmed them up. The output lists the project's files in the order in which the question enters them,
+another image has warmed them up. The output lists the project's files in the order in which the question enters them,
 the functions that it enters in each, and the number of calls. Comprehensions count as parts of their functions.
 """
 
@@ -63,7 +63,7 @@ class Trace:
 
 
 def ask(tokenizer: Tokenizer, engine: BaseEngine, detokenizer: Detokenizer, colour: str) -> str:
-    """Ask about a picture of the given color, and return the answer's text."""
+    """Ask about an image of the given color, and return the answer's text."""
     picture = Image.new("RGB", (224, 224), colour)
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, min_tokens=NUM_TOKENS)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Phrasings of questions about pictures, videos and sounds. Held-out phrasings are separate."""
+"""Phrasings of questions about images, videos and sounds. Held-out phrasings are separate."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ Turn = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A conversation about pictures, a video and a sound."""
+    """A conversation about images, a video and a sound."""
 
     task: str
     images: tuple[Image.Image, ...]
@@ -49,7 +49,7 @@ class Sample:
     text_first: bool = False
     system: str | None = None
     scenes: tuple[Scene, ...] = ()
-    """Descriptions of the drawn media: a scene per picture, then a scene per frame."""
+    """Descriptions of the drawn media: a scene per image, then a scene per frame."""
     sounds: tuple[Sound, ...] = ()
     """Descriptions of the sounds, which are not synthesized yet."""
     order: tuple[str, ...] = MEDIA
@@ -72,7 +72,7 @@ def _names(rng: random.Random, split: Split, thing: Thing, nouns: tuple[str, ...
 
 
 def name(rng: random.Random, split: Split) -> Sample:
-    """Ask for the object, its color or its shape in a picture."""
+    """Ask for the object, its color or its shape in an image."""
     if rng.random() < 0.03:
         colour = rng.choice(list(COLOURS))
         question = ask(rng, split.name, "colour")
@@ -87,7 +87,7 @@ def name(rng: random.Random, split: Split) -> Sample:
 
 
 def where(rng: random.Random, split: Split) -> Sample:
-    """Ask on which side of the picture the only object is."""
+    """Ask on which side of the image the only object is."""
     side = rng.choice(SIDES)
     scene = placed(rng, split, side)
     thing = scene.things[0]
@@ -117,7 +117,7 @@ def _verdict(one: str, other: str) -> str:
 
 
 def compare(rng: random.Random, split: Split) -> Sample:
-    """Show two pictures, and ask whether the colors or shapes match, or what both show."""
+    """Show two images, and ask whether the colors or shapes match, or what both show."""
     colour, shape = rng.choice(list(COLOURS)), rng.choice(SHAPES)
     other_colour = colour if rng.random() < 0.5 else rng.choice([c for c in COLOURS if c != colour])
     other_shape = shape if rng.random() < 0.5 else rng.choice([s for s in SHAPES if s != shape])
@@ -167,7 +167,7 @@ def hearing(kind: str) -> Maker:
 
 
 def mixed(rng: random.Random, split: Split) -> Sample:
-    """Show a picture, a video or both with a sound, and ask about one of them or all."""
+    """Show an image, a video or both with a sound, and ask about one of them or all."""
     sound = SOUNDS[rng.choice(HEARING)](rng, split)
     seen = rng.choice(("image", "image", "video", "both"))
     picture = single(rng, split) if seen != "video" else None

@@ -1,7 +1,7 @@
 """Drawn scenes with known contents, for the training and evaluation of the embedded checkpoint.
 
 A scene is described first (`Scene`, `Thing`) and drawn afterwards, so that the answer never comes
-from the pixels. The two splits do not share any picture sizes, ground levels, JPEG qualities, object
+from the pixels. The two splits do not share any image sizes, ground levels, JPEG qualities, object
 scales or cells of the position grid.
 """
 
@@ -43,7 +43,7 @@ class Split:
 
     name: SplitName
     sides: tuple[int, ...]
-    """Widths and heights of pictures, in pixels."""
+    """Widths and heights of images, in pixels."""
     grounds: tuple[int, ...]
     """Gray levels of the background before the tint."""
     qualities: tuple[int, ...]
@@ -74,7 +74,7 @@ HELD_OUT = Split(
 
 @dataclass(frozen=True, slots=True)
 class Thing:
-    """One colored shape. Lengths are fractions of the picture. `size` is a fraction of its shorter side."""
+    """One colored shape. Lengths are fractions of the image. `size` is a fraction of its shorter side."""
 
     colour: str
     shape: str
@@ -88,14 +88,14 @@ class Thing:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """Description of a picture."""
+    """Description of an image."""
 
     width: int
     height: int
     ground: Rgb
     things: tuple[Thing, ...]
     quality: int | None
-    """JPEG quality, or None for a lossless picture."""
+    """JPEG quality, or None for a lossless image."""
 
 
 def outline(shape: str) -> list[tuple[float, float]]:
@@ -136,7 +136,7 @@ def _stamp(thing: Thing, side: float) -> Image.Image:
 
 
 def draw(scene: Scene) -> Image.Image:
-    """Draw the scene as an RGB picture with its JPEG artifacts."""
+    """Draw the scene as an RGB image with its JPEG artifacts."""
     picture = Image.new("RGB", (scene.width, scene.height), scene.ground)
     short = min(scene.width, scene.height)
     for thing in scene.things:
@@ -207,7 +207,7 @@ def _margins(scene: Scene, size: float) -> tuple[float, float]:
 
 
 def single(rng: random.Random, split: Split, colour: str | None = None, shape: str | None = None) -> Scene:
-    """Place one object anywhere in the picture."""
+    """Place one object anywhere in the image."""
     scene = canvas(rng, split)
     colour, shape = colour or rng.choice(list(COLOURS)), shape or rng.choice(SHAPES)
     size = _scale(rng, split, 0.35, 0.8)
@@ -218,7 +218,7 @@ def single(rng: random.Random, split: Split, colour: str | None = None, shape: s
 
 
 def filled(rng: random.Random, split: Split, colour: str) -> Scene:
-    """Return a picture of a single color."""
+    """Return an image of a single color."""
     return replace(canvas(rng, split), ground=_shade(rng, colour))
 
 
@@ -257,13 +257,13 @@ def several(rng: random.Random, split: Split, count: int) -> Scene:
                 rgb = _shade(rng, colour)
                 things.append(Thing(colour, shape, rgb, x, y, size, _turn(rng)))
                 break
-        else:  # the picture is too crowded, so begin again with smaller objects
+        else:  # the image is too crowded, so begin again with smaller objects
             things, high = [], max(low + 0.04, high - 0.04)
     return replace(scene, things=tuple(things))
 
 
 def moving(rng: random.Random, split: Split, direction: str, frames: int) -> list[Scene]:
-    """Describe a video of one object that crosses most of the picture at a constant speed."""
+    """Describe a video of one object that crosses most of the image at a constant speed."""
     scene = canvas(rng, split, longest=320)
     colour, shape = rng.choice(list(COLOURS)), rng.choice(SHAPES)
     size = _scale(rng, split, 0.18, 0.40)

@@ -35,7 +35,7 @@ _STD = torch.tensor(CLIP_STD).view(3, 1, 1) * 255
 
 
 def patches(frames: Sequence[Image.Image], pixels: tuple[int, int]) -> tuple[torch.Tensor, tuple[int, int, int]]:
-    """Convert a picture or a video's frames to uint8 patches [t * h * w, 1176] with their grid (t, h, w)."""
+    """Convert an image or a video's frames to uint8 patches [t * h * w, 1176] with their grid (t, h, w)."""
     array = np.stack([np.asarray(frame.convert("RGB")) for frame in frames])
     stack = torch.from_numpy(array).permute(0, 3, 1, 2)  # (F, 3, H, W)
     limits = {"shortest_edge": pixels[0], "longest_edge": pixels[1]}
@@ -73,7 +73,7 @@ def audio_tokens(frames: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Medium:
-    """A picture, video or sound as model input."""
+    """An image, video or sound as model input."""
 
     kind: str
     array: torch.Tensor

@@ -143,7 +143,7 @@ def model_config(tokenizer: Tokenizer) -> dict[str, Any]:
             "num_hidden_layers": 4,
             "num_key_value_heads": 2,
             "rms_norm_eps": 1e-6,
-            # A picture has few positions, and its columns use the slowest rotations. With the usual base of
+            # An image has few positions, and its columns use the slowest rotations. With the usual base of
             # 10,000 they rotate by 0.003 per column, and no layer can tell left from right.
             "rope_theta": 10.0,
             "rope_scaling": {"type": "default", "rope_type": "default", "mrope_section": [4, 6, 6]},

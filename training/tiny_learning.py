@@ -66,7 +66,7 @@ def draw_batch(tokenizer: Tokenizer, seed: int, number: int) -> list[Batch]:
 
 
 def _view(rng: random.Random, i: int) -> Medium:
-    """Draw a picture, or a pair of a video's frames, without a question."""
+    """Draw an image, or a pair of a video's frames, without a question."""
     kind = i % 8
     if kind < 5:
         scenes = [single(rng, TRAIN)]
@@ -96,7 +96,7 @@ def _count(score: Counter[str], scores: dict[str, tuple[int, int]]) -> None:
 
 
 def see(model: Any, heads: Heads, media: Sequence[Medium], score: Counter[str]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the features [tokens, hidden] of pictures and videos, and their dense loss."""
+    """Compute the features [tokens, hidden] of images and videos, and their dense loss."""
     pixels = normalise(torch.cat([medium.array for medium in media]))
     grids = torch.tensor([medium.grid for medium in media])
     features = model.model.visual(pixels, grid_thw=grids, return_dict=True).pooler_output

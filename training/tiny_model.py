@@ -94,7 +94,7 @@ def use_fast_towers() -> None:
 def start_from(model: Any, tokenizer: Tokenizer, folder: Path) -> None:
     """Initialize the model from a Qwen2-VL of the same sizes: vision tower, language model and token embeddings.
 
-    The tower computes the same result for every picture that fits into one window. Three changes achieve this. Weights
+    The tower computes the same result for every image that fits into one window. Three changes achieve this. Weights
     that write to the residual stream lose their mean, so that RMSNorm equals LayerNorm. LayerNorm's offsets move into
     the biases that follow. A gate that is always open turns SwiGLU into an MLP with QuickGELU.
     """

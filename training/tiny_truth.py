@@ -1,6 +1,6 @@
 """Dense targets for every token of the towers, used in training only.
 
-The answer to a question is one word about a whole picture. The towers learn many times faster if each token must also
+The answer to a question is one word about a whole image. The towers learn many times faster if each token must also
 predict the content at its place. The heads that predict it are discarded after training.
 """
 
@@ -65,7 +65,7 @@ def _cells(scene: Scene, rows: int, columns: int, direction: int) -> list[list[f
 
 
 def truth(scenes: Sequence[Scene], grid: tuple[int, int, int], merge: int) -> torch.Tensor:
-    """Compute the targets of a picture (one scene) or a video (a scene per frame), float32 [tokens, 6].
+    """Compute the targets of an image (one scene) or a video (a scene per frame), float32 [tokens, 6].
 
     The columns are the classes of color, shape and motion, the center (0 or 1), and row and column from the middle.
     """

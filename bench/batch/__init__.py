@@ -1,6 +1,6 @@
 """Benchmark of `mindie-mm tokenize` on JPEGs of mixed sizes, compared with transformers and Ray Data.
 
-It measures time, bytes on disk and memory. The variants run alternately on each slice of the pictures, because the
+It measures time, bytes on disk and memory. The variants run alternately on each slice of the images, because the
 speed of a shared machine may change by half within minutes. A time in the results is the median over the slices. A
 ratio is computed within each slice, and the result is the median of these ratios.
 

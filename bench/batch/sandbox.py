@@ -29,7 +29,7 @@ TURNS = 40
 
 
 def rows(folder: Path) -> Path:
-    """Write pictures, and the rows that ask about them. Return the path of the rows."""
+    """Write images, and the rows that ask about them. Return the path of the rows."""
     lines = []
     for row in range(NUM_ROWS):
         picture = photograph(PHOTOGRAPHS[row % len(PHOTOGRAPHS)], SIZE)

@@ -4,7 +4,7 @@
     python -m bench.peers                              # `small` and `mid` of `tools.random_checkpoint`
     python -m bench.peers --checkpoints DIRECTORY --engines mindie_mm,llama_q8_0 --rounds 3
 
-All engines load the same weights, get the same pictures in the same order, use the same number of threads and stay in
+All engines load the same weights, get the same images in the same order, use the same number of threads and stay in
 memory until the end. They run in turn, and every second round reverses their order, so that other load on the machine
 affects all engines. OpenVINO GenAI has no HTTP server in its Python packages, so it runs in a process that reads jobs
 from a pipe.

@@ -64,7 +64,7 @@ class OpenVinoEngine:
         self._folder = folder
 
     async def drive(self, load: Load, numbers: Iterator[int]) -> Outcome:
-        """Write the pictures to files, and let the process answer one request per file."""
+        """Write the images to files, and let the process answer one request per file."""
         files = []
         for index, url in enumerate(await asyncio.to_thread(load.pictures, numbers)):
             files.append(self._folder / f"{index}.jpg")
@@ -113,7 +113,7 @@ async def ours(weights: str, dtype: str, checkpoint: Path, threads: int) -> Asyn
 
 @asynccontextmanager
 async def llama(precision: str, checkpoint: Path, threads: int) -> AsyncIterator[Engine]:
-    """Run llama-server. Its prompt cache is disabled, because every picture is new."""
+    """Run llama-server. Its prompt cache is disabled, because every image is new."""
     model, projector = await asyncio.to_thread(gguf, checkpoint, precision)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def read(path: str) -> ov.Tensor:
-    """Return a picture as uint8 [1, height, width, 3]."""
+    """Return an image as uint8 [1, height, width, 3]."""
     return ov.Tensor(np.asarray(Image.open(path).convert("RGB"))[None])
 
 

@@ -34,10 +34,10 @@ class Decoders:
 
 
 def decoders(times: RequestTimes, accelerator_s: float) -> Decoders:
-    """Return the least number of decoders with which an accelerator that takes `accelerator_s` per picture is busy.
+    """Return the least number of decoders with which an accelerator that takes `accelerator_s` per image is busy.
 
-    Each request has one new picture. The accelerator's time per picture covers the tower, the prefill and the
-    picture's share of the decode steps. The service, the tokenizer and each decoder have their own cores, and the
+    Each request has one new image. The accelerator's time per image covers the tower, the prefill and the
+    image's share of the decode steps. The service, the tokenizer and each decoder have their own cores, and the
     clients are on other hosts.
     """
     request = replace(times, client_s=0.0, engine_s=accelerator_s)
@@ -131,5 +131,5 @@ def tokens_per_s(sender: Sender, stream: Stream) -> float:
 
 
 def requests_per_s(times: Mapping[str, RequestTimes], size: str) -> dict[str, float]:
-    """Return how many requests with one picture a process can receive per second, if they have one token."""
+    """Return how many requests with one image a process can receive per second, if they have one token."""
     return {"service": 1 / times[size].service_s, "tokenizer": 1 / times[size].tokenizer_s}

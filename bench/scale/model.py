@@ -26,11 +26,11 @@ from bench.scale.hit_rates import POLICIES, Replicas, Traffic
 from bench.scale.stage_times import RESULTS, StageTimes, full_size
 
 ACCELERATOR_MS = (2, 5, 10, 20, 50, 100)
-"""Assumed times that an accelerator needs per picture: tower, prefill and the picture's share of the decode steps."""
+"""Assumed times that an accelerator needs per image: tower, prefill and the image's share of the decode steps."""
 REPLICAS = (10, 100, 1000)
 EXPONENTS = (0.8, 1.0)
 PICTURE_TOKENS = 2703
-"""Tokens of a picture of 1920x1080 pixels, as Qwen2-VL counts them."""
+"""Tokens of an image of 1920x1080 pixels, as Qwen2-VL counts them."""
 TEXT_TOKENS = 100
 CACHE_TOKENS = 256 * 2**20 // (3584 * 2)
 """Features of Qwen2-VL-7B in bfloat16 that the encoder cache holds by default."""
@@ -57,7 +57,7 @@ ASSUMPTIONS = {
 
 
 def decoder_table() -> list[dict[str, Any]]:
-    """Return, by size of the pictures and the accelerator's time per picture, how many decoders keep it busy."""
+    """Return, by size of the images and the accelerator's time per image, how many decoders keep it busy."""
     rows = []
     for size, times in full_size().items():
         for accelerator_ms in ACCELERATOR_MS:

@@ -39,12 +39,12 @@ SIZE = Size(640, 480)
 TOKENS = 16
 CLIENTS = (1, 4, 8)
 REPEATED = 0.9
-"""Probability that a request has a picture of an earlier request. Each earlier picture is equally likely."""
+"""Probability that a request has an image of an earlier request. Each earlier image is equally likely."""
 SURPLUS_TOKENS = (0, 16, 64, 256, 1024)
 
 
 def points(engines: int, turns: int, requests: int) -> tuple[list[Point], dict[str, Any]]:
-    """Measure a service with new pictures, and its stage times.
+    """Measure a service with new images, and its stage times.
 
     Both change together when other programs slow the machine down, so they are measured in turn. The medians count.
     """
@@ -103,7 +103,7 @@ class Routed:
     surplus_tokens: int
     requests: int
     different: int
-    """Number of different pictures. A hit rate cannot exceed the share of the other requests."""
+    """Number of different images. A hit rate cannot exceed the share of the other requests."""
     hit_rate: float
     per_engine: list[int]
     """Number of requests of each engine."""
@@ -111,7 +111,7 @@ class Routed:
 
 
 async def routed(routing: str, engines: int, surplus_tokens: int, requests: int, clients: int = 4) -> Routed:
-    """Answer requests of which most repeat an earlier picture."""
+    """Answer requests of which most repeat an earlier image."""
     engine = EngineConfig(device="cpu", **ENGINE)  # type: ignore[arg-type]
     config = WorkerConfig(decoders=1, replicas=engines, replica_surplus_tokens=surplus_tokens, engine=engine)
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)

@@ -82,9 +82,9 @@ class StageTimes:
     """The measured times of a checkpoint."""
 
     pictures: Mapping[str, RequestTimes]
-    """Times of a request with a new picture, by the size of the picture."""
+    """Times of a request with a new image, by the size of the image."""
     repeated: Mapping[str, RequestTimes]
-    """Times of a request whose picture was sent before to the same engine, by the size of the picture."""
+    """Times of a request whose image was sent before to the same engine, by the size of the image."""
     tokens: TokenTimes
     engine: EngineTimes
     contention: float
@@ -114,7 +114,7 @@ class StageTimes:
 
 
 def full_size(path: Path = RESULTS / "scale_stages.json") -> dict[str, RequestTimes]:
-    """Return the times on a host whose engine runs on an accelerator, with pictures at full size, by their size.
+    """Return the times on a host whose engine runs on an accelerator, with images at full size, by their size.
 
     The time of the service does not depend on the checkpoint. It was measured with the embedded one.
     """

@@ -42,7 +42,7 @@ from tools.random_checkpoint import write_checkpoint
 from tools.serving import running_service
 
 SERVED = (Size(336, 336), Size(640, 480), Size(1420, 720))
-"""Sizes of common pictures. The tokens after the first are measured with the first of them."""
+"""Sizes of common images. The tokens after the first are measured with the first of them."""
 DECODED = (*SERVED, Size(1920, 1080), Size(4000, 3000))
 """Sizes that are also decoded at full size. The embedded checkpoint shrinks them."""
 ENGINE: dict[str, object] = {"dtype": "float32", "num_threads": 1, "kv_cache_bytes": 2**26}
@@ -54,20 +54,20 @@ PROMPT_TOKENS = 64
 
 
 class Pictures:
-    """A source of pictures with different contents, which take equally long to decode."""
+    """A source of images with different contents, which take equally long to decode."""
 
     def __init__(self) -> None:
         self._numbers = count(time.time_ns())
         self._files: dict[Size, bytes] = {}
 
     def file(self, size: Size) -> bytes:
-        """Return a JPEG. Bytes behind its end change the content, but not the picture."""
+        """Return a JPEG. Bytes behind its end change the content, but not the image."""
         if size not in self._files:
             self._files[size] = jpeg(0, size)
         return self._files[size] + next(self._numbers).to_bytes(8)
 
     def url(self, size: Size) -> str:
-        """Return a picture as a data: URL."""
+        """Return an image as a data: URL."""
         return f"data:image/jpeg;base64,{pybase64.b64encode(self.file(size)).decode()}"
 
 
@@ -105,7 +105,7 @@ async def answered(
 
 
 async def measure_service(server: Server, used: ProcessorTime, sizes: Sequence[Size], rounds: int) -> dict[str, Any]:
-    """Measure requests for one token by size of the picture, repeated pictures, and the tokens after the first."""
+    """Measure requests for one token by size of the image, repeated images, and the tokens after the first."""
     pictures = Pictures()
     figures: dict[str, Any] = {"pictures": {}, "repeated": {}}
     async with session() as http:
@@ -169,7 +169,7 @@ async def measure_engine(rounds: int) -> dict[str, Any]:
 
 
 async def measure_tokenizer(checkpoint: Path, folder: Path, rounds: int) -> dict[str, Any]:
-    """Measure the tokenizer process and its decoders by size of the picture, at full size."""
+    """Measure the tokenizer process and its decoders by size of the image, at full size."""
     pictures = Pictures()
     path_file = folder / "shm_name.txt"
     settings = {"arena_bytes": 2**29, "arena_request_bytes": 2**29, "preprocessed_cache_bytes": 0}

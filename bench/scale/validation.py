@@ -63,7 +63,7 @@ class Comparison:
 
 
 def predict(point: Point, times: StageTimes) -> Comparison:
-    """Simulate the load of `point`, with new pictures only."""
+    """Simulate the load of `point`, with new images only."""
     layout = Layout(
         times.engine,
         times.tokens,

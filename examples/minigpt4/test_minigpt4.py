@@ -78,7 +78,7 @@ def write_checkpoint(out: Path) -> None:
     tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(out)
     BlipImageProcessor(size={"height": SIDE, "width": SIDE}).save_pretrained(out)
-    # With the default range of weights, 1e-10 in the tower, pictures would not affect the answer.
+    # With the default range of weights, 1e-10 in the tower, images would not affect the answer.
     small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     small |= {"initializer_range": 0.2}
     text = LlamaConfig(

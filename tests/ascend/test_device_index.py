@@ -41,7 +41,7 @@ def test_an_npu_is_opened_by_its_index():
 
 
 def answer(settings: dict[str, Any]) -> tuple[str, list[int]]:
-    """Return the device and the tokens of an answer about a picture."""
+    """Return the device and the tokens of an answer about an image."""
     import tempfile
     from pathlib import Path
 

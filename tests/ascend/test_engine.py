@@ -183,7 +183,7 @@ def test_a_lost_device_ends_the_engine():
 
 
 def failing_with_media(kind: str) -> list[str | None]:
-    """Return the outcomes of two requests with a picture, the first of which fails in the tower. Then lose the device.
+    """Return the outcomes of two requests with an image, the first of which fails in the tower. Then lose the device.
 
     Args:
         kind: What runs on the device: the whole model, only the tower, or an encoder-decoder.

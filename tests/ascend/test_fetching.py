@@ -13,7 +13,7 @@ import pytest
 from tests.ascend.processes import call
 
 SIZES = ((84, 112), (84, 84), (112, 112))
-"""Sizes of pictures that differ in their number of bytes, so that a trace shows which picture was copied."""
+"""Sizes of images that differ in their number of bytes, so that a trace shows which image was copied."""
 
 
 def undisturbed(engine: Any, refs: list) -> None:
@@ -35,7 +35,7 @@ def free_second(engine: Any, refs: list) -> None:
 def answers(
     beside: bool, disturb: Callable[[Any, list], None] = undisturbed, encoder_decoder: str | None = None
 ) -> dict:
-    """Return the results for each picture, and the calls of CANN in each step.
+    """Return the results for each image, and the calls of CANN in each step.
 
     If `beside` is set, all requests are added at once, and later requests wait until the first has ended. `disturb`
     runs after the first step. `encoder_decoder` is the path of a checkpoint. None means the embedded checkpoint.
@@ -130,7 +130,7 @@ def test_pictures_of_waiting_requests_are_read_during_a_step_of_other_requests(a
     first, *rest = (read(calls) for calls in found["calls"])
     own, *others = found["nbytes"]
     assert len({own, *others}) == len(SIZES)
-    encoded = first.index(0, first.index(own))  # after this wait, the first picture has been encoded
+    encoded = first.index(0, first.index(own))  # after this wait, the first image has been encoded
     assert first[-1] == 0, "the last wait of a step is for its token"
     assert [size for size in first[encoded:] if size in others] == others
     assert not [size for step in rest for size in step if size in found["nbytes"]], "no picture is read twice"
@@ -139,7 +139,7 @@ def test_pictures_of_waiting_requests_are_read_during_a_step_of_other_requests(a
 
 @pytest.mark.slow
 def test_an_encoder_decoder_reads_waiting_pictures_early_too(tmp_path: Path) -> None:
-    """All pictures have the same size, as the model requires."""
+    """All images have the same size, as the model requires."""
     # An import at the top of this module would open the device too early.
     from tests.models.test_florence2 import TestFlorence2
 

@@ -119,7 +119,7 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
 
 
 def _fill(media: Path, outside: Path) -> None:
-    """Fill the media folder with a valid picture and with files that the service must not read.
+    """Fill the media folder with a valid image and with files that the service must not read.
 
     Create secret files outside the media folder.
     """

@@ -1,4 +1,4 @@
-"""Malicious pictures, each as a function that returns the file's bytes.
+"""Malicious images, each as a function that returns the file's bytes.
 
 Most files are small, but declare a huge size or unpack to a huge size.
 """
@@ -179,7 +179,7 @@ def jp2_with(boxes: bytes, inner: bytes = b"") -> bytes:
 def icon(*pictures: tuple[int, int, bytes]) -> bytes:
     """Return an icon that contains `pictures`.
 
-    Each picture has the width and height of its directory entry, where 0 means 256, and its data.
+    Each image has the width and height of its directory entry, where 0 means 256, and its data.
     """
     head, body, start = struct.pack("<HHH", 0, 1, len(pictures)), b"", 6 + 16 * len(pictures)
     for width, height, picture in pictures:
@@ -231,7 +231,7 @@ def jpeg_in_tiff(num_scans: int, num_strips: int) -> bytes:
 
 
 def of_several(data: bytes) -> bytes:
-    """Return the JPEG `data` with an EXIF block and an index of two pictures, so that Pillow reads it as an MPO."""
+    """Return the JPEG `data` with an EXIF block and an index of two images, so that Pillow reads it as an MPO."""
     entries = struct.pack("<LLLHH", 0, len(data), 0, 0, 0) * 2
     index = struct.pack("<HHHLLHHLL", 2, 0xB001, 4, 1, 2, 0xB002, 7, len(entries), 38) + bytes(4)
     blocks = (
@@ -460,7 +460,7 @@ OTHER_FORMATS: dict[str, Callable[[], bytes]] = {
     "a video": lambda: encode_video(moving_frames(3)),
     "a sound": lambda: encode_sound(tone(0.2), 16_000),
 }
-"""Files whose format is not accepted for pictures, although Pillow can read some of these formats."""
+"""Files whose format is not accepted for images, although Pillow can read some of these formats."""
 
 
 def _spanning(*, orientation: int) -> bytes:

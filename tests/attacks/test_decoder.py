@@ -69,7 +69,7 @@ def error_of(service: RunningService, kind: str, data: bytes) -> str:
 
 
 def _spooled(service: RunningService) -> int:
-    """Return the number of pictures in the spool."""
+    """Return the number of images in the spool."""
     return len(list((service.log.parent / "spool").glob("*/image/*")))
 
 

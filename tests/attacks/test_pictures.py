@@ -1,4 +1,4 @@
-"""Attacks with pictures that unpack to gigabytes, are broken, or have a format that is not accepted."""
+"""Attacks with images that unpack to gigabytes, are broken, or have a format that is not accepted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_bombs_are_refused_by_their_header(attacked: Attacked, make: Make) -> No
 
 
 def test_too_many_pixels_of_a_request_are_refused(attacked: Attacked) -> None:
-    """Each picture is within its own limit, but all together would keep a tokenizer busy for most of a minute."""
+    """Each image is within its own limit, but all together would keep a tokenizer busy for most of a minute."""
     each = [
         pictures.png(13_376, 13_376, pictures.chunk(b"tEXt", b"number\0%d" % number), depth=1, colours=0)
         for number in range(32)

@@ -1,4 +1,4 @@
-"""Fixtures with rows about pictures, and functions that execute runs over the rows."""
+"""Fixtures with rows about images, and functions that execute runs over the rows."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ UNEQUAL = ("timings.jsonl", ".lock")
 
 @pytest.fixture(scope="session")
 def media(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with ten pictures of different sizes and one video."""
+    """Return a folder with ten images of different sizes and one video."""
     folder = tmp_path_factory.mktemp("media")
     for index in range(10):
         size = (60 + 17 * index, 200 - 13 * index)
@@ -64,7 +64,7 @@ def rows(media: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def lines(media: Path, rows: list[dict[str, Any]], request: pytest.FixtureRequest) -> Path:
-    """Write `rows` to a file in the folder of the pictures, and return the file's path."""
+    """Write `rows` to a file in the folder of the images, and return the file's path."""
     path = media / f"{request.node.name.replace('/', '-')}.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

@@ -1,4 +1,4 @@
-"""A picture that kills the worker that reads it."""
+"""An image that kills the worker that reads it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tests.media_samples import encoded, photograph
 
 
 class Deadly:
-    """A named pipe in place of a picture, whose first `deaths` readers are killed.
+    """A named pipe in place of an image, whose first `deaths` readers are killed.
 
-    If `deaths` is less than two, the next reader gets a picture.
+    If `deaths` is less than two, the next reader gets an image.
     """
 
     def __init__(self, path: Path, deaths: int, spawned: list[int] | None = None) -> None:
@@ -41,7 +41,7 @@ class Deadly:
                 self.alone.append(len(self._workers()) == 1)
                 os.kill(readers[0], signal.SIGKILL)
             while self._is_open():
-                time.sleep(0.001)  # else a dying reader could receive the next reader's picture
+                time.sleep(0.001)  # else a dying reader could receive the next reader's image
         if self._deaths < 2:
             with self._path.open("wb") as file:
                 file.write(encoded(photograph(size=(80, 60))))

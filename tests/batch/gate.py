@@ -1,4 +1,4 @@
-"""A picture that makes a worker wait while the test changes something."""
+"""An image that makes a worker wait while the test changes something."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.media_samples import encoded, photograph
 
 
 class Gate(threading.Thread):
-    """A named pipe in place of a picture. A worker that opens the pipe gets the picture after a call of `act`."""
+    """A named pipe in place of an image. A worker that opens the pipe gets the image after a call of `act`."""
 
     def __init__(self, path: Path, act: Callable[[], object]) -> None:
         super().__init__(daemon=True)
@@ -27,7 +27,7 @@ class Gate(threading.Thread):
             file.write(encoded(photograph(size=(80, 60))))
 
     def close(self) -> None:
-        """Wait for the thread, and replace the pipe with the picture."""
+        """Wait for the thread, and replace the pipe with the image."""
         self.join(300)
         assert not self.is_alive()
         self._path.unlink()

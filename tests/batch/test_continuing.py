@@ -34,7 +34,7 @@ from tests.namespaces import UNSHARE, require
 
 @pytest.fixture
 def place(media: Path, tmp_path: Path) -> Path:
-    """Return a folder that contains a file of rows and a folder with the pictures of these rows."""
+    """Return a folder that contains a file of rows and a folder with the images of these rows."""
     folder = tmp_path / "place"
     (folder / "pictures").mkdir(parents=True)
     for index in range(3):

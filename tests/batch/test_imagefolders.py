@@ -35,7 +35,7 @@ def described(folder: Path, form: str, rows: list[dict[str, Any]]) -> None:
 
 
 def with_splits(root: Path, form: str) -> Path:
-    """Write a folder whose two splits have a picture of the same name, a text for it, and a picture without a text."""
+    """Write a folder whose two splits have an image of the same name, a text for it, and an image without a text."""
     for split, picture in zip(SPLITS, PICTURES, strict=True):
         (root / split / "own").mkdir(parents=True)
         for name in ("a.png", "own/b.png"):

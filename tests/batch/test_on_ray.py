@@ -115,7 +115,7 @@ def test_nodes_get_the_list_of_a_media_folder_from_the_driver(cluster, media, tm
 
 @pytest.fixture
 def begun(media: Path, tmp_path: Path) -> tuple[Run, bytes]:
-    """Return a run over a folder of two pictures, and the list of the pictures that the driver has written."""
+    """Return a run over a folder of two images, and the list of the images that the driver has written."""
     (tmp_path / "media").mkdir()
     for name in ("0.jpg", "1.jpg"):
         (tmp_path / "media" / name).write_bytes((media / name).read_bytes())

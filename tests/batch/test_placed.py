@@ -86,7 +86,7 @@ def test_placeholders_and_media_that_do_not_match_are_refused(places: Any, colum
 
 
 def test_a_table_in_the_form_of_datasets_gives_the_same_prompt(tmp_path: Path) -> None:
-    """In such a table, each part has the keys of all parts, and a picture is a struct of `bytes` and `path`."""
+    """In such a table, each part has the keys of all parts, and an image is a struct of `bytes` and `path`."""
     places = [
         {"type": "image", "text": None, "index": 0},
         {"type": "text", "text": "and", "index": None},

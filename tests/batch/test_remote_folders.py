@@ -46,7 +46,7 @@ OTHERS = ["notes.txt", "below/notes.txt", "rows.tar", "no-ending"]
 
 @pytest.fixture(scope="module")
 def media(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a local folder with pictures, of which some have odd names, and other files."""
+    """Return a local folder with images, of which some have odd names, and other files."""
     folder = tmp_path_factory.mktemp("remote") / "media"
     for name in (*NAMES, *OTHERS):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -139,7 +139,7 @@ def test_a_changed_remote_folder_is_noticed(store: Any, tmp_path: Path) -> None:
 
 
 def test_a_removed_object_of_a_listed_folder_ends_the_run(store: Any, tmp_path: Path) -> None:
-    """An object that is no picture only fails its row, also if its name looks like a chain of URLs."""
+    """An object that is no image only fails its row, also if its name looks like a chain of URLs."""
     for name in ("0.png", "a::b.png", "broken.png", "last.png"):
         store.pipe(f"/data/media/{name}", b"x" if name == "broken.png" else PICTURE)
     begun = Begun(settings(URL), tmp_path / "run")

@@ -34,7 +34,7 @@ def opened(path: Path) -> Source:
 
 
 def ids(source: Source, num_rows: int) -> list[str | None]:
-    """Read all rows in chunks of `num_rows`, check that each has its picture and question, and return the ids."""
+    """Read all rows in chunks of `num_rows`, check that each has its image and question, and return the ids."""
     found = []
     for rows, start, stop in source.cut(num_rows):
         records = [*source.records(start, stop)]

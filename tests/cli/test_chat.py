@@ -50,7 +50,7 @@ def test_lines_from_a_pipe_are_a_conversation(tmp_path: Path, red: Path) -> None
         tmp_path,
         "Hello!",
         f"/image '{red}'",
-        "too long " * 3000,  # the picture goes with the next message that is answered
+        "too long " * 3000,  # the image goes with the next message that is answered
         "What color is it?",
         f"/image {red}",
         "What shape is it?",

@@ -64,9 +64,9 @@ def test_a_command_can_be_interrupted_while_it_works(random_checkpoint: Path, tm
         command = [BIN, "ask", "What?", "--model", random_checkpoint, "--image", fifo]
         process = warm.Popen(list(map(str, command)), stdout=out, stderr=out)
         try:
-            with fifo.open("wb"):  # returns when the command opens the picture
+            with fifo.open("wb"):  # returns when the command opens the image
                 process.send_signal(signal.SIGINT)
-                assert process.wait(FETCH_TIMEOUT_S / 2) == 130  # less than the timeout for reading the picture
+                assert process.wait(FETCH_TIMEOUT_S / 2) == 130  # less than the timeout for reading the image
         finally:
             process.kill()
         assert (tmp_path / "out").read_text().endswith("Interrupted\n")

@@ -24,7 +24,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService
 
 @pytest.fixture(scope="session")
 def media(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a picture, a PDF and a sound."""
+    """Return a folder with an image, a PDF and a sound."""
     folder = tmp_path_factory.mktemp("media")
     red_square = picture("red", (220, 40, 40), "square", x=0.4)
     red_square.save(folder / "red_square.png")

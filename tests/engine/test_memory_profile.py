@@ -74,7 +74,7 @@ class WeightlessRecording(Weightless):
 
 @pytest.fixture(scope="module")
 def small_pictures(tmp_path_factory):
-    """Return a checkpoint like `random_checkpoint`, but with a limit of 12,544 pixels per picture."""
+    """Return a checkpoint like `random_checkpoint`, but with a limit of 12,544 pixels per image."""
     return write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "small", "tiny", max_pixels=12_544)
 
 
@@ -403,7 +403,7 @@ async def test_a_burst_of_large_pictures_stays_within_the_computed_memory(random
         finally:
             await engine.close()
         release(path_file)
-    # One call for all pictures would take six times the memory.
+    # One call for all images would take six times the memory.
     assert taken <= computed + kv + encoder
 
 

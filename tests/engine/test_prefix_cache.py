@@ -147,7 +147,7 @@ def test_a_repeated_picture_needs_no_tower_and_no_prefill(model, tokenizer, path
     first, last = ask(engine, asked)
     assert first.cached_tokens == 0
     assert last.timings.tower_s > 0
-    ask(engine, other)  # evicts the features of the first picture
+    ask(engine, other)  # evicts the features of the first image
     again, last = ask(engine, tokenizer.tokenize([{"image": RED}, QUESTION], path_file))
     assert again.cached_tokens == (len(asked) - 1) // 4 * 4
     assert last.timings.tower_s == 0
@@ -280,7 +280,7 @@ def test_a_picture_with_other_settings_is_never_a_hit(model, tokenizer, path_fil
 
 
 def test_placeholder_ids_without_a_picture_are_never_a_hit(model, tokenizer, path_file):
-    """A client can send a prompt whose ids are ordinary placeholder tokens, without a picture."""
+    """A client can send a prompt whose ids are ordinary placeholder tokens, without an image."""
     engine = Engine(model, EngineConfig(**SMALL))
     ids = tokenizer.tokenize([{"image": RED}, QUESTION], path_file)
     ask(engine, ids)

@@ -22,7 +22,7 @@ BLOCK = 4
 
 
 def picture(start: int, length: int, name: bytes = b"picture") -> MediaItem:
-    """Return a picture whose features replace [start, start + length). Pictures with the same name are equal."""
+    """Return an image whose features replace [start, start + length). Images with the same name are equal."""
     view = SimpleNamespace(nbytes=100, digest=name, ref=name)
     return MediaItem(np.arange(start, start + length), view, MediaShape("image", 5, length))
 
@@ -93,7 +93,7 @@ def test_a_step_fills_the_token_budget_and_running_requests_come_first():
     "prompt",
     [
         {"joined": ((30, 50),)},  # no chunk may end within the span, so the first chunk ends before it
-        {"items": (picture(0, 10), picture(30, 90, b"large"))},  # both pictures together exceed the tower's limit
+        {"items": (picture(0, 10), picture(30, 90, b"large"))},  # both images together exceed the tower's limit
     ],
 )
 def test_a_long_prompt_does_not_delay_an_answer_that_began_after_it(prompt):
@@ -238,7 +238,7 @@ def test_media_and_spans_outside_a_range_are_not_visited():
 
 
 def test_media_may_overlap():
-    """In some Molmo checkpoints, the features of every picture overwrite the features of the first picture."""
+    """In some Molmo checkpoints, the features of every image overwrite the features of the first image."""
     items = tuple(picture(4, length, b"%d" % length) for length in (5, 9, 2, 7))
     one = request("a", 20, items=items)
     for start in range(20):

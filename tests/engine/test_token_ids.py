@@ -122,7 +122,7 @@ def placeholder(ids):
 
 
 def item_arrays(ids):
-    """Yield values of the array `item` that do not fit a picture of 8 x 10 patches."""
+    """Yield values of the array `item` that do not fit an image of 8 x 10 patches."""
     token = placeholder(ids)
     yield [0, 2**40, 20, 1, 8, 10]
     yield [0, -1, 20, 1, 8, 10]

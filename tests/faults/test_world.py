@@ -45,7 +45,7 @@ def body(**changes: Any) -> bytes:
 
 
 def ask(service: RunningService) -> tuple[int, str]:
-    """Ask about a picture of a red square. Return the status and the answer, or the status and the error message."""
+    """Ask about an image of a red square. Return the status and the answer, or the status and the error message."""
     request = urllib.request.Request(
         f"{service.url}/v1/chat/completions", body(max_tokens=16), {"content-type": "application/json"}
     )

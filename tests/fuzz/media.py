@@ -1,4 +1,4 @@
-"""Fuzzing targets that decode pictures, videos, sounds and embeddings of every supported format."""
+"""Fuzzing targets that decode images, videos, sounds and embeddings of every supported format."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ _SURROUND = (("caf", "pcm_s16be"), ("aiff", "pcm_s16be"), ("mov", "pcm_s16le"), 
 
 @contextmanager
 def pictures() -> Iterator[Target]:
-    """Yield a target that decodes pictures with `open_image`. An input is a file."""
+    """Yield a target that decodes images with `open_image`. An input is a file."""
     image = Image.fromarray(moving_frames(1, 50, 40)[0])
     seeds = [data for _, data in jpeg_variants() if len(data) < _MAX_BYTES // 4]
     seeds += [encoded(image, file_format) for file_format in ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")]

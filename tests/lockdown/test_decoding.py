@@ -67,7 +67,7 @@ def test_a_warm_process_has_one_thread_and_imports_nothing_late(locked):
 @pytest.mark.parametrize("kind", ["picture", "video", "sound"])
 def test_media_decode_to_the_same_arrays_as_without_locks(media, locked, kind):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Pillow warns about malicious pictures
+        warnings.simplefilter("ignore")  # Pillow warns about malicious images
         expected = {name: digest_of(kind, data) for one, name, data in media if one == kind}
     found = {name: digest for (one, name, _), digest in zip(media, locked[0], strict=True) if one == kind}
     assert found == expected

@@ -25,14 +25,14 @@ WHITE, GREEN = (255, 255, 255), (0, 128, 0)
 
 
 def graded() -> Image.Image:
-    """Return an RGBA picture with alpha values from 0 to 255."""
+    """Return an RGBA image with alpha values from 0 to 255."""
     image = photograph("chelsea.png", (90, 60))
     image.putalpha(Image.linear_gradient("L").resize(image.size))
     return image
 
 
 def cut_out() -> Image.Image:
-    """Return an RGBA picture in which each pixel is either opaque, or black and fully transparent."""
+    """Return an RGBA image in which each pixel is either opaque, or black and fully transparent."""
     image = Image.new("RGBA", (90, 60))
     image.paste(
         photograph("chelsea.png", (90, 60)),
@@ -42,7 +42,7 @@ def cut_out() -> Image.Image:
 
 
 def composed(rgba: Image.Image, background: tuple[int, int, int]) -> np.ndarray:
-    """Blend a picture with the background, as `rgba_to_rgb` in vLLM and `to_rgb` in qwen-vl-utils do."""
+    """Blend an image with the background, as `rgba_to_rgb` in vLLM and `to_rgb` in qwen-vl-utils do."""
     rgb = Image.new("RGB", rgba.size, background)
     rgb.paste(rgba, mask=rgba.split()[3])
     return np.asarray(rgb)

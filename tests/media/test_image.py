@@ -194,7 +194,7 @@ def test_pil_images_are_rotated_upright():
 
 
 def test_the_header_of_a_png_is_read_without_its_pixels():
-    """Planning decodes no pixels. Otherwise, all decoded pictures of a prompt would be in memory at once."""
+    """Planning decodes no pixels. Otherwise, all decoded images of a prompt would be in memory at once."""
     out = io.BytesIO()
     Image.new("RGB", (3000, 2000)).save(out, "PNG")
     opened = open_image(out.getvalue())
@@ -208,9 +208,9 @@ def test_the_header_of_a_png_is_read_without_its_pixels():
 
 
 def test_a_decoded_picture_is_not_kept():
-    """Each picture is closed after decoding.
+    """Each image is closed after decoding.
 
-    All pictures of a prompt are opened before the first is decoded, so they would otherwise stay in memory together.
+    All images of a prompt are opened before the first is decoded, so they would otherwise stay in memory together.
     """
     picture = open_image(encoded(Image.new("RGB", (64, 48), "red"), "PNG"))
     assert isinstance(picture, EncodedImage)

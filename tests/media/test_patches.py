@@ -1,4 +1,4 @@
-"""Tests for cutting pictures into patches, and joining patches to a picture."""
+"""Tests for cutting images into patches, and joining patches to an image."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def turned(data: bytes, *entries: bytes) -> bytes:
 
 
 def scans_in(noise: int, num_bytes: int) -> bytes:
-    """Return random bytes with many scan markers, like the bytes of a film or of a raw picture."""
+    """Return random bytes with many scan markers, like the bytes of a film or of a raw image."""
     random = np.random.default_rng(noise).integers(0, 256, num_bytes, np.uint8).tobytes()
     return b"".join(random[at : at + 1000] + SOS for at in range(0, num_bytes, 1000))
 

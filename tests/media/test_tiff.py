@@ -71,7 +71,7 @@ def test_the_cases_equal_the_plain_pictures():
     ids=["uint8", "uint16", "uint32", "int16", "float32"],
 )
 def test_0_is_white_if_the_file_says_so(samples, compression, byteorder):
-    """The picture is inverted, as libvips does for 8 and 16 bits, whatever the type of the samples is."""
+    """The image is inverted, as libvips does for 8 and 16 bits, whatever the type of the samples is."""
     most = {"u": np.iinfo(np.uint32).max >> (32 - 8 * samples.itemsize), "i": -1, "f": 1}[samples.dtype.kind]
     negative = (most - samples).astype(samples.dtype)
     if samples.dtype == np.uint32 and byteorder == ">":

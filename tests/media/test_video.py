@@ -333,7 +333,7 @@ def test_frames_may_be_encoded_pictures():
 
 
 def test_decoded_frames_are_not_kept():
-    """Each decoded picture is released, because Pillow would keep its pixels."""
+    """Each decoded image is released, because Pillow would keep its pixels."""
     data = encoded(photograph(size=(1000, 1000)), "PNG")
     video = open_video((data,) * 20, None)
     before = psutil.Process().memory_info().rss

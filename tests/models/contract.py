@@ -113,7 +113,7 @@ PICTURES: Mapping[str, Items] = {
     "two images": [{"image": picture(20, 29)}, {"text": " and "}, {"image": picture(170, 60)}, {"text": "?"}],
     "a long picture": [{"image": picture(20, 900)}, {"text": "Where?"}],
 }
-"""Prompts for a family that accepts several pictures of any size."""
+"""Prompts for a family that accepts several images of any size."""
 
 
 def run(engine: BaseEngine, prompts: Sequence[torch.Tensor], **settings: Any) -> tuple[dict[int, list[int]], dict]:
@@ -253,7 +253,7 @@ class Unpacked(Sample):
 
 
 EXTREMES = ((1, 1), (1, 2), (2, 1), (1, 60), (60, 1), (1, 1100), (1100, 1), (2, 1500), (1999, 7), (5, 900), (640, 11))
-"""(Height, width) of extremely narrow pictures."""
+"""(Height, width) of extremely narrow images."""
 
 
 def encoded_by(engine: BaseEngine, ids: torch.Tensor) -> Iterator[Embeddings]:
@@ -282,7 +282,7 @@ def without_known_grid(tokenizer: Tokenizer, path_file: Path, kind: Kind, media:
 
 
 class ExtremeShapes:
-    """Further tests for families that cut pictures into tiles. A subclass also inherits from FamilyContract."""
+    """Further tests for families that cut images into tiles. A subclass also inherits from FamilyContract."""
 
     def test_narrow_pictures_equal_the_references_or_are_refused_if_the_reference_fails(
         self: Any, reference: Reference, model: Model, tokenizer: Tokenizer, path_file: Path
@@ -626,7 +626,7 @@ class FamilyContract:
 
     @pytest.mark.representative
     def test_pictures_change_the_logits(self, model, tokenizer, path_file):
-        """If pictures did not affect the logits, no other comparison of logits could detect a wrong picture."""
+        """If images did not affect the logits, no other comparison of logits could detect a wrong image."""
         if "image" not in family_named(self.name).kinds:
             return
         prompts = [[{"image": picture(50, 50, seed)}, {"text": "?"}] for seed in range(2)]
@@ -1183,7 +1183,7 @@ class FamilyContract:
 
     @pytest.mark.parametrize("rate", [0.5, 3.0, 24.0])
     def test_given_frames_are_all_used_at_their_rate(self, rate, reference, model, tokenizer, path_file):
-        """All frames are used, whether they are given as an array or as a list of pictures."""
+        """All frames are used, whether they are given as an array or as a list of images."""
         if "video" not in family_named(self.name).kinds:
             return
         frames = moving_frames(5, 48, 32)

@@ -37,7 +37,7 @@ class Case:
 def cases(folder: Path, items: Any) -> dict[str, Case]:
     """Return the folder's prompts by name.
 
-    `items` is a function that converts a prompt's entry of cases.json and the paths of its pictures to a `List[Dict]`.
+    `items` is a function that converts a prompt's entry of cases.json and the paths of its images to a `List[Dict]`.
     """
     arrays = np.load(folder / "cases.npz")
     found = json.loads((folder / "cases.json").read_text()).items()
@@ -80,7 +80,7 @@ class GoldenReference:
         return next(case for case in self.cases.values() if case.items is items)
 
     def text(self, items: Items) -> str:
-        """Return the whole prompt as text, in which each picture is a single marker."""
+        """Return the whole prompt as text, in which each image is a single marker."""
         raise NotImplementedError
 
     def inputs(self, items: Items) -> Mapping[str, Any]:

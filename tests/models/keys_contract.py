@@ -133,7 +133,7 @@ class KeysContract:
         return load_file(path / "model.safetensors")
 
     def features(self, model: Model) -> torch.Tensor:
-        """Return the tower's features for a picture."""
+        """Return the tower's features for an image."""
         raise NotImplementedError
 
     @classmethod

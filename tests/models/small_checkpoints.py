@@ -22,7 +22,7 @@ VISION: Mapping[str, Any] = {
     "num_attention_heads": 4,
     "image_size": 28,
     "patch_size": 7,
-    "initializer_range": 0.2,  # large enough for pictures to change the logits
+    "initializer_range": 0.2,  # large enough for images to change the logits
 }
 """Configuration of a small CLIP or SigLIP tower."""
 TEXT: Mapping[str, Any] = {

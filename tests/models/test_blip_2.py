@@ -24,7 +24,7 @@ from tests.models.small_checkpoints import save_json, save_tokenizer, save_unigr
 from tests.transformers_reference import AutoTokenizer
 
 SIDE, QUERIES = 28, 6
-# With the default range of weights, the tower's outputs are near 1e-10, so pictures would not affect the logits.
+# With the default range of weights, the tower's outputs are near 1e-10, so images would not affect the logits.
 SMALL = {
     "hidden_size": 32,
     "intermediate_size": 64,

@@ -81,7 +81,7 @@ class TestChameleon(FamilyContract):
         save_json(out, preprocessor_config=PIXELS, processor_config={"image_seq_length": FEATURES})
 
     def test_pictures_become_the_references_image_tokens(self, reference, model, tokenizer, path_file):
-        """A picture has the same tokens alone and in a batch. Each picture must have many different tokens."""
+        """An image has the same tokens alone and in a batch. Each image must have many different tokens."""
         pictures = [picture(50, 40), picture(33, 64)]
         ids = [tokenizer.tokenize([{"image": image}], path_file) for image in pictures]
         items = [item for each in ids for item in model.read(each.numpy())]

@@ -58,7 +58,7 @@ SCAN = {
 
 
 def randomized(config):
-    """Return a model with random weights where transformers initializes them to 0, so that pictures have an effect."""
+    """Return a model with random weights where transformers initializes them to 0, so that images have an effect."""
     model = Gemma3ForConditionalGeneration(config)
     for name, weight in model.named_parameters():
         if "projection_weight" in name or "norm" in name:

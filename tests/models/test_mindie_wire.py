@@ -270,7 +270,7 @@ def test_the_engine_answers_both_wires_alike(model, native, mindie, path_file):
 
 
 def test_features_are_not_cached_for_another_request(model, mindie, path_file):
-    """The format has no content digest, so the same words may refer to another picture in the next request."""
+    """The format has no content digest, so the same words may refer to another image in the next request."""
     engine = Engine(model, EngineConfig())
     ids = mindie.tokenize(PROMPTS["an image"], path_file)
     before, _ = run(engine, [ids, ids], max_tokens=8)

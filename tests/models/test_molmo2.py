@@ -40,7 +40,7 @@ VISION = {
     "head_dim": 8,
     "image_size": [20, 20],
     "patch_size": 4,
-    "initializer_range": 0.2,  # large enough for pictures to change the logits
+    "initializer_range": 0.2,  # large enough for images to change the logits
 }
 ADAPTER = {
     "vision_feature_layer": [2, -3],

@@ -35,7 +35,7 @@ TOKENS = (
     "<|video_pad|>",
 )
 IMAGE = "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>"
-# The published template: the pictures of a message come before its text.
+# The published template: the images of a message come before its text.
 TEMPLATE = """\
 {%- if not add_generation_prompt is defined -%}{%- set add_generation_prompt = true -%}{%- endif -%}
 {%- if not cls_token is defined -%}{%- set cls_token = "<|begin_of_sentence|>" -%}{%- endif -%}

@@ -407,7 +407,7 @@ class TestFilms:
             assert outputs[0] == expected
 
     def test_words_replace_no_token_of_the_sound(self, model, tokenizer, path_file):
-        """With one token per picture, the second token of the item belongs to the sound."""
+        """With one token per image, the second token of the item belongs to the sound."""
         data = film(2, 1, 4.0, 28, 28)
         items = [{"video": data, "use_audio_in_video": True, "max_pixels": 784, "min_pixels": 784, "fps": 0.5}]
         ids = tokenizer.tokenize(items, path_file).numpy()
@@ -489,7 +489,7 @@ def test_the_thinker_of_a_whole_checkpoint_is_served(thinker, tmp_path, path_fil
 
 
 def test_a_joint_preprocessor_config_is_served(thinker, tmp_path, path_file):
-    """Some checkpoints have a single preprocessor_config.json with the settings for pictures and sound."""
+    """Some checkpoints have a single preprocessor_config.json with the settings for images and sound."""
     expected, _ = logits(thinker, path_file)
     for file in thinker.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())

@@ -157,7 +157,7 @@ def test_a_freed_block_fails_its_own_request_alone(reference, model, tokenizer, 
 
 
 def test_an_error_of_the_tower_fails_its_own_request_alone(reference, model, tokenizer, path_file):
-    """PyTorch raises in the middle of a step, because the picture has fewer patches than its grid requires."""
+    """PyTorch raises in the middle of a step, because the image has fewer patches than its grid requires."""
     good = tokenizer.tokenize(TWO_IMAGES, path_file)
     with Arena.create(1 << 20) as arena:
         pad = model.module.config.image_token_id

@@ -98,7 +98,7 @@ def test_images_under_pixel_limits_equal_the_references(tmp_path, max_pixels):
 
 
 def test_two_portraits_have_the_known_grids_and_lengths(tmp_path):
-    """The pictures have 720x1420 pixels, and the limit is that of the published checkpoints."""
+    """The images have 720x1420 pixels, and the limit is that of the published checkpoints."""
     processor = make_processor(tmp_path / "checkpoint", preprocessor_config={"max_pixels": 12845056})
     plans = [preprocess(processor, "image", encoded(photograph(name, (720, 1420)))) for name in PHOTOGRAPHS[:2]]
     assert [plan.grid for plan, _ in plans] == [(1, 102, 52)] * 2

@@ -66,7 +66,7 @@ class Reference(GoldenReference):
         return re.sub("<img>.*?</img>", "<img><imgpad></img>", self.case(items).about["raw_text"])
 
     def inputs(self, items):
-        """Put placeholders where the original writes the bytes of the picture's path."""
+        """Put placeholders where the original writes the bytes of the image's path."""
         inputs = super().inputs(items)
         ids = inputs["input_ids"].clone()
         for start in (ids[0] == START).nonzero():

@@ -105,5 +105,5 @@ def unix_http(service: RunningService) -> Iterator[httpx2.Client]:
 
 @pytest.fixture(scope="session")
 def red_square() -> str:
-    """Return a picture of a red square as a data URL."""
+    """Return an image of a red square as a data URL."""
     return data_url(picture("red", (220, 40, 40), "square", x=0.4))

@@ -21,12 +21,12 @@ from tools.serving import RunningService
 pytestmark = pytest.mark.slow  # the shorter suite tests early release in tests/engine/test_early_release.py
 KiB = 2**10
 TOKENS = 400
-"""Number of tokens that fit into the KV cache: enough for one long answer about two pictures, but not for two."""
+"""Number of tokens that fit into the KV cache: enough for one long answer about two images, but not for two."""
 TOKEN_BYTES = 4 * 2 * 2 * 32 * 4  # layers, keys and values, heads, values per head, bytes of a float32
 SETTINGS: dict[str, object] = {
     "dtype": "float32",
     "kv_cache_bytes": TOKENS * TOKEN_BYTES,
-    "encoder_cache_bytes": 0,  # keeps the features of one picture at a time; each request has two
+    "encoder_cache_bytes": 0,  # keeps the features of one image at a time; each request has two
     "prefix_caching": False,
     "max_num_seqs": 2,
     "arena_bytes": 256 * KiB,
@@ -189,7 +189,7 @@ def test_media_needed_again_wait_for_memory_that_queued_requests_hold(
 
 @contextmanager
 def two_streams(service: RunningService) -> Iterator[tuple[Stream, Stream]]:
-    """Yield streams of the answers about the red and the green pictures.
+    """Yield streams of the answers about the red and the green images.
 
     The engine has consumed the media of both requests, and will preempt the second answer.
     """

@@ -91,7 +91,7 @@ def model(device: str) -> Any:
 
 @pytest.fixture(scope="module")
 def embedded(tmp_path_factory: pytest.TempPathFactory, model: Any) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
-    """Return the tower's output and the grid for a picture, a video and a sound."""
+    """Return the tower's output and the grid for an image, a video and a sound."""
     folder = tmp_path_factory.mktemp("tower")
     with Tokenizer.from_pretrained(TINY) as tokenizer:
         ids = tokenizer.tokenize([{"image": RED}, {"video": CLIP}, {"audio": SOUND}], folder / "shm_name.txt")

@@ -269,7 +269,7 @@ def test_echo_repeats_only_a_message_of_the_same_role(client: openai.OpenAI) -> 
 
 
 def test_prompts_are_cut_exactly(client: openai.OpenAI, http: Any, tokenizer: Tokenizer, red_square: str) -> None:
-    """A prompt can be truncated at either end, whether it is a text, a chat or token ids. Pictures cannot be cut."""
+    """A prompt can be truncated at either end, whether it is a text, a chat or token ids. Images cannot be cut."""
     words = "one two three four five six seven"
     ids = tokenizer.encode(words).ids
     body = {"max_tokens": 1, "temperature": 0, "return_token_ids": True, "truncate_prompt_tokens": 4}

@@ -95,7 +95,7 @@ def test_an_image_in_any_format_gets_the_same_answer(http: Any, name: str, plain
 
 
 def test_all_pages_of_a_tiff_are_pictures(http: Any) -> None:
-    """As an image, which is one picture, the file is refused."""
+    """As an image, which is one image, the file is refused."""
     data, plain = ((CASES / name).read_bytes() for name in ("pages.tif", "plain.png"))
     image = {"type": "image_url", "image_url": {"url": "data:;base64," + base64.b64encode(plain).decode()}}
     expected = post(http, image, image, QUESTION)["usage"]["prompt_tokens"]
@@ -114,7 +114,7 @@ def test_a_page_whose_font_is_missing_is_refused(http: Any) -> None:
 
 
 def test_the_pages_of_a_pdf_are_pictures_in_its_place(service: RunningService, http: Any, red_square: str) -> None:
-    """A PDF whose pages are pictures has the same placeholders as the pictures, and gets the same answers."""
+    """A PDF whose pages are images has the same placeholders as the images, and gets the same answers."""
     one, two = pdf_of(RED, quality=100), pdf_of(RED, GREEN, quality=100)
     image = {"type": "image_url", "image_url": {"url": red_square}}
     usages = [post(http, part, QUESTION)["usage"] for part in (file_part(one), image)]

@@ -23,9 +23,9 @@ from tools.serving import RunningService
 
 CHAT = "/v1/chat/completions"
 SIZE = 448
-"""Width and height of a picture in pixels. The embedded model's processor shrinks the picture."""
+"""Width and height of an image in pixels. The embedded model's processor shrinks the image."""
 BLOCK_BYTES = 40960
-"""Size of the block in shared memory that stores one picture."""
+"""Size of the block in shared memory that stores one image."""
 NUM_ANSWERS = 4
 SETTINGS = {
     "arena_bytes": NUM_ANSWERS * BLOCK_BYTES,
@@ -39,7 +39,7 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory: pytest.TempPathFactory, device: str) -> Iterator[RunningService]:
-    """Yield a service whose arena has room for four pictures."""
+    """Yield a service whose arena has room for four images."""
     folder = tmp_path_factory.mktemp("narrow")
     settings = SETTINGS | {"spool": folder / "spool", "device": device}
     with running_service(settings, folder / "log") as running:
@@ -57,7 +57,7 @@ def ask(service: RunningService, *media: dict[str, Any], stream: bool = False, m
 
 
 def complete(service: RunningService, *nums_pictures: int) -> httpx2.Response:
-    """Request completions of several prompts. Prompt i has `nums_pictures[i]` pictures."""
+    """Request completions of several prompts. Prompt i has `nums_pictures[i]` images."""
     data = base64.b64encode(encoded(photograph(size=(SIZE, SIZE)))).decode()
     tag = f'<img src="data:image/jpeg;base64,{data}">'
     prompts = [f"{tag * count}What is in the image?" for count in nums_pictures]
@@ -75,7 +75,7 @@ def engine_of(service: RunningService) -> psutil.Process:
 
 
 def test_text_requests_overtake_pictures_that_wait_for_memory(narrow: RunningService) -> None:
-    """Text is tokenized while pictures wait for memory, which the suspended engine cannot release."""
+    """Text is tokenized while images wait for memory, which the suspended engine cannot release."""
     picture = image(data_url(photograph(size=(SIZE, SIZE))))
     assert ask(narrow, picture)[0] == 200
     engine = engine_of(narrow)
@@ -130,7 +130,7 @@ def test_the_prompts_of_a_request_are_allocated_together_or_not_at_all(narrow: R
 
 
 def test_prompts_that_exceed_the_arena_together_are_refused_at_once(narrow: RunningService) -> None:
-    """The request does not wait for memory. The message is the same as for one prompt with all the pictures."""
+    """The request does not wait for memory. The message is the same as for one prompt with all the images."""
     assert complete(narrow, 1).status_code == 200
     waits, engine = metric(narrow, "shm_waits_total"), engine_of(narrow)
     with ThreadPoolExecutor(1) as pool:

@@ -34,7 +34,7 @@ def tokenizer(media_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 @pytest.fixture
 def ids(tokenizer: Tokenizer, media_dir: Path, tmp_path: Path) -> Iterator[list[int]]:
-    """Yield the ids of a question about a picture, which the service has never seen."""
+    """Yield the ids of a question about an image, which the service has never seen."""
     content = [{"image": str(media_dir / "green_star.jpg")}, {"text": "What is in the image?"}]
     yield tokenizer.tokenize_chat([{"role": "user", "content": content}], tmp_path / "shm_name.txt").tolist()
     release(tmp_path / "shm_name.txt")

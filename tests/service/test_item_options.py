@@ -1,4 +1,4 @@
-"""Tests for the item options that change how many tokens a picture or a video needs."""
+"""Tests for the item options that change how many tokens an image or a video needs."""
 
 from pathlib import Path
 from typing import Any

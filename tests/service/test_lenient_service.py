@@ -54,7 +54,7 @@ def lenient(tmp_path_factory: pytest.TempPathFactory, settings: dict[str, object
 
 @pytest_asyncio.fixture(scope="module")
 async def picture_url() -> AsyncIterator[str]:
-    """Yield the URL of a picture on a web server at a loopback address."""
+    """Yield the URL of an image on a web server at a loopback address."""
 
     async def answer(_: web.Request) -> web.Response:
         return web.Response(body=STAR)
@@ -152,8 +152,8 @@ def test_truncation_never_cuts_through_a_picture(lenient: RunningService, red_sq
     pad = max(short["tokens"], key=short["tokens"].count)
     start, num_pads = short["tokens"].index(pad), short["tokens"].count(pad)
     per_word = longer["count"] - short["count"]
-    # The number of words is chosen so that the cut is inside the picture. The truncated prompt then starts after the
-    # token that ends the picture.
+    # The number of words is chosen so that the cut is inside the image. The truncated prompt then starts after the
+    # token that ends the image.
     num_words = 10 + (room + start + num_pads // 2 - short["count"]) // per_word
     whole = short["count"] + (num_words - 10) * per_word
     assert start < whole - room < start + num_pads
@@ -200,7 +200,7 @@ def children(service: RunningService, module: str) -> list[psutil.Process]:
 def test_texts_of_chats_and_items_may_have_pictures(lenient: RunningService, red_square: str) -> None:
     """This test runs after the tests for schemas.
 
-    They fork the process that checks schemas, and a fork would keep the memory of this test's picture mapped.
+    They fork the process that checks schemas, and a fork would keep the memory of this test's image mapped.
     """
     tag = f'Look: <img src="{red_square}"> What?'
     picture = {"type": "image_url", "image_url": {"url": red_square}}

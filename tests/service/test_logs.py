@@ -54,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def talk(
     request: pytest.FixtureRequest, settings: dict[str, object], folder: Path, red_square: str
 ) -> tuple[bool, str, str, RunningService]:
-    """Return whether prompts are logged, the text of the log, the picture that was sent, and the stopped service.
+    """Return whether prompts are logged, the text of the log, the image that was sent, and the stopped service.
 
     The service that logs prompts also has the setting `strict`.
     """

@@ -148,7 +148,7 @@ def test_an_item_belongs_to_its_key_salt_and_kind(http: Any, red_square: str) ->
 
 
 def noise(size: int) -> str:
-    """Return a picture of about `size` bytes, which no other call returns."""
+    """Return an image of about `size` bytes, which no other call returns."""
     side = round((size / 3) ** 0.5)
     header = b"P6 %d %d 255\n" % (side, side)
     return "data:;base64," + base64.b64encode(header + os.urandom(side * side * 3)).decode()

@@ -102,7 +102,7 @@ def numeric(described: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 PICTURE = "<picture>"
-"""Text that `with_picture` replaces with the URL of a picture."""
+"""Text that `with_picture` replaces with the URL of an image."""
 SEEN = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": PICTURE}}]}]
 SHORT = {"max_tokens": 2, "timings": True}
 ALL_OF_CHATS = {"n": 2, "logprobs": True, "top_logprobs": 2, "media_spans": True}

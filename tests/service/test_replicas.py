@@ -112,7 +112,7 @@ def test_an_engine_of_two_that_dies_loses_no_request_without_output(
 
 
 def test_a_request_that_waits_in_an_engine_that_dies_is_not_preprocessed_again(pair: RunningService, http: Any) -> None:
-    """`media_remade_total` counts each picture that is decoded, or copied from the cache, for a second attempt."""
+    """`media_remade_total` counts each image that is decoded, or copied from the cache, for a second attempt."""
     pictures = [data_url(picture("red", (220, 40, 40), "square", x=x)) for x in (0.35, 0.45, 0.5, 0.55)]
     before, remade = engines(pair), metric(pair, "media_remade_total")
     for engine in before:

@@ -201,7 +201,7 @@ def test_a_folder_that_cannot_be_removed_fails_no_request(tmp_path: Path, caplog
 
 
 def test_a_request_that_finds_the_spool_full_gets_503_with_retry_after(tmp_path: Path) -> None:
-    """The request gets 503 while the picture of another request is fetched, and 200 after that request is answered."""
+    """The request gets 503 while the image of another request is fetched, and 200 after that request is answered."""
     body = tmp_path / "a.png"
     picture("red", (220, 40, 40), "square", x=0.4).save(body)
     data = body.read_bytes()
@@ -237,7 +237,7 @@ def test_a_request_that_finds_the_spool_full_gets_503_with_retry_after(tmp_path:
         try:
             assert started.wait(120)
             refused = ask(inline)
-            while refused.status_code == 200:  # the service has not read the remote picture yet
+            while refused.status_code == 200:  # the service has not read the remote image yet
                 refused = ask(inline)
         finally:
             go_on.set()

@@ -95,7 +95,7 @@ def traced(
 ) -> Iterator[list[Any]]:
     """Yield the spans of three requests.
 
-    The first request belongs to a trace of the client, and streams an answer about a picture. The second has two
+    The first request belongs to a trace of the client, and streams an answer about an image. The second has two
     choices. The third is refused.
     """
     folder = tmp_path_factory.mktemp("traced")

@@ -1,4 +1,4 @@
-"""Tests for prompt strings that contain pictures as `<img>` tags, as text-generation-webui sends them."""
+"""Tests for prompt strings that contain images as `<img>` tags, as text-generation-webui sends them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def ids_of(http: httpx2.Client, **body: Any) -> list[int]:
 def as_items(http: httpx2.Client, *parts: str) -> dict[str, Any]:
     """Send `parts` as items to /infer without the chat template, and return the answer.
 
-    Parts that are data URLs become pictures.
+    Parts that are data URLs become images.
     """
     items = [{"image" if part.startswith("data:") else "text": part} for part in parts]
     body = {"inputs": items, "chat_template": False, "parameters": {"max_new_tokens": 8}}
@@ -90,7 +90,7 @@ def test_a_picture_may_have_another_format(http: httpx2.Client, red: str, kind: 
 
 
 def test_a_long_data_url_in_a_text_is_refused(http: httpx2.Client, red: str) -> None:
-    """The text of a chat may have no pictures unless --webui-images is set."""
+    """The text of a chat may have no images unless --webui-images is set."""
     length = len(source(red))
     long = red.replace("<img", "<IMG")
     for path, body in (

@@ -20,7 +20,7 @@ from tests.media_samples import encoded, photograph
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Return the working directory. It contains a checkpoint and a picture."""
+    """Return the working directory. It contains a checkpoint and an image."""
     (tmp_path / "tiny").symlink_to(EMBEDDED)
     (tmp_path / "a.jpg").write_bytes(encoded(photograph("chelsea.png", (60, 48))))
     monkeypatch.chdir(tmp_path)

@@ -84,7 +84,7 @@ class Room:
 
 
 def pictures(draw: random.Random, pixels: float, spread: float) -> int:
-    """Return the size in bytes of a picture's patches and header. The picture's sides are multiples of 28."""
+    """Return the size in bytes of an image's patches and header. The image's sides are multiples of 28."""
     side = math.sqrt(pixels * draw.lognormvariate(0, spread))
     width, height = (28 * max(1, round(side * ratio / 28)) for ratio in (1.2, 0.85))
     return 3 * width * height + 512

@@ -56,7 +56,7 @@ def asking(*media: dict[str, Any], text: str = WHAT) -> list[dict[str, Any]]:
 
 
 def right(folder: Path, pictures: int) -> list[Case]:
-    """Return valid requests about `pictures` pictures and about other media, which are written into `folder`."""
+    """Return valid requests about `pictures` images and about other media, which are written into `folder`."""
     scenes = [
         base64.b64encode(encode(draw(single(random.Random(seed), TRAIN)), ("JPEG", "PNG", "WEBP")[seed % 3])).decode()
         for seed in range(pictures)
@@ -65,7 +65,7 @@ def right(folder: Path, pictures: int) -> list[Case]:
 
 
 def _of_picture(raw: str) -> Iterator[Case]:
-    """Yield a request about the picture for each endpoint that accepts pictures."""
+    """Yield a request about the image for each endpoint that accepts images."""
     url = f"data:image/jpeg;base64,{raw}"
     content = asking(image(url))
     yield chat("picture", content)

@@ -87,7 +87,7 @@ def soak(
         warm: Number of requests before the first measurement that counts.
         every: Number of requests per round.
         clients: Number of clients.
-        pictures: Number of different pictures.
+        pictures: Number of different images.
         seed: Seed of the random choices.
         say: Function that prints a line about each round.
         arena_bytes: Size of the arena. The default is the size in `SETTINGS`.

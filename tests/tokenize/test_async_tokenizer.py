@@ -46,7 +46,7 @@ async def tokenizer(checkpoint_path):
 
 @pytest.fixture
 def request_path(tmp_path) -> Path:
-    """Yield a request directory that contains a picture and a video."""
+    """Yield a request directory that contains an image and a video."""
     (tmp_path / "image").mkdir()
     (tmp_path / "image" / "0.jpg").write_bytes(encoded(photograph("chelsea.png", (150, 120))))
     (tmp_path / "image" / "0.mp4").write_bytes(encode_video(moving_frames(8)))

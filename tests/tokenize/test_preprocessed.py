@@ -20,11 +20,11 @@ from tests.media_samples import encode_video, encoded, moving_frames, photograph
 
 CAT, COFFEE, ROCKET = (encoded(photograph(name, (112, 84))) for name in ("chelsea.png", "coffee.png", "rocket.jpg"))
 NBYTES = 112 * 84 * 3
-"""Bytes of one picture's patches, which are uint8."""
+"""Bytes of one image's patches, which are uint8."""
 
 
 class Run:
-    """A tokenizer with a cache of preprocessed media, and a counter of decoded pictures."""
+    """A tokenizer with a cache of preprocessed media, and a counter of decoded images."""
 
     def __init__(self, checkpoint_path: Path, arena: Arena, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._made_of = checkpoint_path, arena

@@ -13,7 +13,7 @@ ORIENTATION, IMAGE_ID = 0x0112, 0x800D
 
 
 def picture(width: int, height: int, mode: str = "RGB") -> Image.Image:
-    """Return a picture of two colors, which takes few bytes when it is encoded."""
+    """Return an image of two colors, which takes few bytes when it is encoded."""
     image = Image.new("RGB", (width, height), (200, 40, 30))
     image.paste(
         (20, 60, 200), (width // 3, height // 3, max(width // 2, width // 3 + 1), max(height // 2, height // 3 + 1))

@@ -56,7 +56,7 @@ def service(tmp_path_factory: pytest.TempPathFactory, settings: dict[str, object
 
 @pytest.fixture(scope="session")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with two pictures, a video, a sound, a truncated picture, a text file, a PDF and other data."""
+    """Return a folder with two images, a video, a sound, a truncated image, a text file, a PDF and other data."""
     folder = tmp_path_factory.mktemp("files")
     picture("red", (220, 40, 40), "square", x=0.35).save(folder / "scene.png")
     picture("green", (40, 160, 60), "star", x=0.5).save(folder / "star.jpg", quality=90)

@@ -33,7 +33,7 @@ TOOL = {"type": "function", "function": {"name": "report", "parameters": {"type"
 
 
 def test_markdown_is_shown_without_active_content(page: Page, noted: Noted) -> None:
-    """Markup and remote pictures in an answer are shown as text and links, and code is colored and can be copied."""
+    """Markup and remote images in an answer are shown as text and links, and code is colored and can be copied."""
     answer_with(page, *(chunk_of(None, content=ANSWER[at : at + 40]) for at in range(0, len(ANSWER), 40)), chunk_of())
     turn = ask(page, "What?")
     answer = turn.locator(".answer")

@@ -77,7 +77,7 @@ def test_dropped_and_pasted_pictures_are_attached(page: Page, files: Path) -> No
     expect(page.locator("#items li")).to_contain_text("star.jpg")
 
 
-# Texts that the clipboard contains beside a picture after a user has copied cells of a spreadsheet, a picture on a web
+# Texts that the clipboard contains beside an image after a user has copied cells of a spreadsheet, an image on a web
 # page, or a file in a file manager.
 COPIES = {
     "cells": {"text/plain": "a\tb", "text/html": "<table><tr><td>a</td><td>b</td></tr></table>"},
@@ -88,7 +88,7 @@ COPIES = {
 
 @pytest.mark.slow
 def test_only_cells_pasted_into_a_text_field_stay_text(page: Page, files: Path) -> None:
-    """In all other cases, the picture is attached. The test uses the browser's real clipboard and keyboard events."""
+    """In all other cases, the image is attached. The test uses the browser's real clipboard and keyboard events."""
     question = page.get_by_label("Question", exact=True)
     for copied, texts in COPIES.items():
         page.evaluate(

@@ -30,7 +30,7 @@ LONG = {"ignore_eos": True, "max_tokens": 3900, "stream": True, "media_spans": T
 
 @pytest.fixture
 def busy(service: RunningService) -> Iterator[ExitStack]:
-    """Start two long streamed answers about a picture, and yield an ExitStack that ends the answers."""
+    """Start two long streamed answers about an image, and yield an ExitStack that ends the answers."""
     body = {"messages": [{"role": "user", "content": PICTURE}]} | LONG
     with ExitStack() as stack:
         client = stack.enter_context(httpx2.Client(base_url=service.url, timeout=300))
@@ -45,7 +45,7 @@ def busy(service: RunningService) -> Iterator[ExitStack]:
 
 @pytest.fixture
 def held(service: RunningService) -> Iterator[ExitStack]:
-    """Stop the engine, send two requests with a picture, and yield an ExitStack that resumes the engine."""
+    """Stop the engine, send two requests with an image, and yield an ExitStack that resumes the engine."""
     body = {"messages": [{"role": "user", "content": PICTURE}], "max_tokens": 4}
     with ExitStack() as stack:
         threads = stack.enter_context(ThreadPoolExecutor())

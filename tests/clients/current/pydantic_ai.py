@@ -146,7 +146,7 @@ async def tool_result_with_a_picture() -> None:
 
     @agent.tool_plain
     def screenshot() -> BinaryContent:
-        """Return a picture."""
+        """Return an image."""
         return BinaryContent(PICTURE_FILE.read_bytes(), media_type="image/png")
 
     assert (await agent.run(HELLO, model_settings=_call_first)).output
