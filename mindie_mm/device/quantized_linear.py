@@ -216,7 +216,7 @@ class QuantizedLinear(nn.Module):
         return out.view(*rows.shape[:-1], self.out_features)
 
     def plain_product(self, rows: Tensor) -> Tensor:
-        """Return the product of rows that are not rounded with the weight, without the layer's bias."""
+        """Multiply rows by the weight, without rounding the rows and without the layer's bias."""
         size = max(self.block // self.in_features, 1)
         parts = []
         for start in range(0, self.out_features, size):

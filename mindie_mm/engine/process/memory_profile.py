@@ -1,4 +1,4 @@
-"""The sizes of the caches. They get what the model's largest step leaves of the memory."""
+"""The sizes of the caches. They get the memory that the model's largest step does not need."""
 
 from __future__ import annotations
 
