@@ -12,7 +12,7 @@ from tests.models.mindie_contract import StandIn
 PreTrainedConfig.__repr__ = object.__repr__
 
 REPRESENTATIVE = {"TestQwen2VL", "TestQwen2Audio", "TestGemma3", "TestInternVL", "TestMolmo", "TestFlorence2"}
-"""Tests of six families that differ in media, positions, attention masks, code of their own, and decoders."""
+"""Tests for six families that differ in media, positions, attention masks, code of their own, and decoders."""
 
 
 LAYOUT = {

@@ -98,7 +98,7 @@ def layer_of(weights: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torc
 
 
 class KeysContract:
-    """Tests of a family's keys. The subclass computes the logits of `IDS` in plain PyTorch, for a small checkpoint."""
+    """Tests for a family's keys. The subclass computes the logits of `IDS` in plain PyTorch, for a small checkpoint."""
 
     name: ClassVar[str]
     refused: ClassVar[Mapping[str, Any]]

@@ -73,7 +73,7 @@ class StandIn:
 
 
 class MindIEContract:
-    """Tests of a family with a MindIE layout. List this class before `FamilyContract`."""
+    """Tests for a family with a MindIE layout. List this class before `FamilyContract`."""
 
     mindie_layout: ClassVar[str]
     """Name of the layout in the stand-in."""

@@ -224,7 +224,7 @@ class TestResolution:
 
 
 class TestGroups:
-    """Tests of group-limited routing against its definition, token by token. No golden checkpoint uses groups."""
+    """Tests for group-limited routing against its definition, token by token. No golden checkpoint uses groups."""
 
     @pytest.mark.parametrize("method", ["noaux_tc", "group_limited_greedy"])
     def test_experts_come_from_the_best_groups_only(self, method):

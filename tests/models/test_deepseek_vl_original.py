@@ -151,7 +151,7 @@ class Reference(BaseReference):
 
 
 class OriginalContract(FamilyContract):
-    """Tests of both model sizes in deepseek-ai's layout."""
+    """Tests for both model sizes in deepseek-ai's layout."""
 
     prompts: ClassVar = plain.TestDeepseekVL.prompts
     assert_arrays = plain.TestDeepseekVL.assert_arrays

@@ -123,7 +123,7 @@ class Reference(PretrainedReference):
 
 
 class PixtralContract(ExtremeShapes, FamilyContract):
-    """Tests of both families."""
+    """Tests for both families."""
 
     prompts: ClassVar = {**PICTURES, "a tall picture": [{"image": picture(300, 7)}, {"text": "Where?"}]}
 
