@@ -296,6 +296,7 @@ class _Body:
         if self._is_held and held > self._config.max_held_bytes:
             raise HTTPException(
                 429,
-                f"the bodies of all requests in progress have {held} bytes; the limit is {self._config.max_held_bytes}",
+                f"the bodies of all requests in progress would total {held} bytes; the limit is "
+                f"{self._config.max_held_bytes}",
                 headers={"Retry-After": "1"},
             )

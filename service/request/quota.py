@@ -39,9 +39,11 @@ class MediaQuota:
             own = self._requests.get(request, 0) + num_bytes
             whole = sum(self._requests.values()) + num_bytes
             if own > self._request_limit:
-                raise LimitExceeded(f"the request's media have {own} bytes; the limit is {self._request_limit}")
+                raise LimitExceeded(f"the request's media would total {own} bytes; the limit is {self._request_limit}")
             if whole > self._limit:
-                raise SpoolFull(f"the media of all requests in progress have {whole} bytes; the limit is {self._limit}")
+                raise SpoolFull(
+                    f"the media of all requests in progress would total {whole} bytes; the limit is {self._limit}"
+                )
             self._requests[request] = own
 
     def free(self, request: str) -> None:

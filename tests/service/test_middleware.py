@@ -53,7 +53,7 @@ async def test_the_bodies_of_all_requests_share_a_limit(announced: bool) -> None
     first = asyncio.create_task(call(middleware, bytes(100)))
     await inside.read.wait()
     headers = [(b"content-length", b"51")] if announced else []
-    with pytest.raises(HTTPException, match="have 151 bytes; the limit is 150") as caught:
+    with pytest.raises(HTTPException, match="would total 151 bytes; the limit is 150") as caught:
         await call(middleware, bytes(51), headers)
     assert caught.value.status_code == 429
     assert middleware.held_bytes == 100

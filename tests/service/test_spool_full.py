@@ -45,13 +45,15 @@ async def test_the_media_of_all_requests_are_bounded_and_given_back(tmp_path: Pa
         directory.mkdir()
     await policy.spool([of_size(15), of_size(15)], first)
     for _ in range(3):  # media that were refused do not count
-        with pytest.raises(SpoolFull, match="the media of all requests in progress have 54 bytes; the limit is 50"):
+        with pytest.raises(
+            SpoolFull, match="the media of all requests in progress would total 54 bytes; the limit is 50"
+        ):
             await policy.spool([of_size(24)], second)
         policy.remove(second)
     for _ in range(2):  # the second removal must not free space again
         policy.remove(first)
     await asyncio.gather(policy.spool([of_size(30)], first), policy.spool([of_size(20)], second))
-    with pytest.raises(SpoolFull, match="have 51 bytes"):
+    with pytest.raises(SpoolFull, match="would total 51 bytes"):
         await policy.spool([of_size(1)], tmp_path)
 
 

@@ -44,7 +44,9 @@ async def test_media_are_numbered_in_order_by_kind(tmp_path: Path) -> None:
 async def test_the_media_of_a_request_may_not_exceed_the_limit(tmp_path: Path) -> None:
     policy = MediaPolicy(ServiceConfig(max_media_bytes=20))
     items = [Media("image", "data:;base64,AAAAAAAAAAAAAAAAAAAA")] * 2
-    with pytest.raises(LimitExceeded, match=r"item 1 \(image\): the request's media have 30 bytes; the limit is 20"):
+    with pytest.raises(
+        LimitExceeded, match=r"item 1 \(image\): the request's media would total 30 bytes; the limit is 20"
+    ):
         await policy.spool(items, tmp_path)
 
 
@@ -101,7 +103,7 @@ async def test_a_file_that_grows_while_it_is_read_stays_within_the_limits(
     monkeypatch.setattr("service.request.media.os.fstat", before)
     for config, message in (
         (ServiceConfig(allowed_media_dir=tmp_path, max_item_bytes=4000), "the limit for one item is 4000"),
-        (ServiceConfig(allowed_media_dir=tmp_path, max_media_bytes=4000), "have 5000 bytes; the limit is 4000"),
+        (ServiceConfig(allowed_media_dir=tmp_path, max_media_bytes=4000), "would total 5000 bytes; the limit is 4000"),
     ):
         with pytest.raises(LimitExceeded, match=message):
             await MediaPolicy(config).spool([Media("image", str(tmp_path / "in.png"))], tmp_path)
@@ -141,7 +143,7 @@ async def test_a_file_read_after_its_request_ended_is_neither_written_nor_counte
 
 async def test_a_fetch_ends_at_the_limit_of_the_request(tmp_path: Path, web_server: str, sent: list[int]) -> None:
     config = ServiceConfig(allow_private_media=True, max_item_bytes=1 << 30, max_media_bytes=1 << 20)
-    with pytest.raises(LimitExceeded, match=r"the request's media have \d+ bytes; the limit is 1048576"):
+    with pytest.raises(LimitExceeded, match=r"the request's media would total \d+ bytes; the limit is 1048576"):
         await MediaPolicy(config).spool([Media("image", f"{web_server}/endless")] * 4, tmp_path)
     assert sum(sent) < 64 << 20, "what the sockets buffer may come on top"
 
@@ -211,7 +213,7 @@ async def test_the_frames_of_a_video_count_as_one_item(tmp_path: Path, web_serve
     ):
         await policy.spool([Media("video", ("AAAA",) * 5)], tmp_path)
     policy.remove(tmp_path)
-    with pytest.raises(LimitExceeded, match=r"the request's media have \d+ bytes; the limit is 30"):
+    with pytest.raises(LimitExceeded, match=r"the request's media would total \d+ bytes; the limit is 30"):
         await policy.spool([Media("video", ("AAAA",) * 4)] * 3, tmp_path)
     many = MediaPolicy(ServiceConfig(max_item_bytes=1 << 20, allow_private_media=True))
     sent.clear()

@@ -76,7 +76,7 @@ def test_uploads_that_fill_the_spool_are_refused(limited: RunningService) -> Non
         answer = transcribe(http, sound)  # the decoded clips do not fit beside the file
         error = answer.json()["error"]
         assert (answer.status_code, error["param"]) == (400, "file")
-        assert "the request's media have 3" in error["message"]
+        assert "the request's media would total 3" in error["message"]
         assert transcribe(http, encode_sound(tone(20), 16_000)).status_code == 200
     wait_for(lambda: not files(limited))
 
