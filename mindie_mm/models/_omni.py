@@ -211,7 +211,10 @@ class OmniModel(QwenModel):
         sounds = [item for item in items if item.shape.kind == "audio" or item.shape.second_token is not None]
         sights = [item for item in items if item.shape.kind != "audio"]
         heard = iter([F.pad(rows, (0, self.spec.extra_width)) for rows in self.hear(sounds)] if sounds else ())
-        seen = iter(self._see(sights) if sights else ())
+        seen: Iterator[Tensor] = iter(())
+        if sights:
+            features: Tensor = self.visual_features(sights)
+            seen = iter(features.flatten(0, -2).split([self._films.num_pictures(item.shape.grid) for item in sights]))
         return [self._perceived(item, seen, heard) for item in items]
 
     def _perceived(self, item: MediaItem, seen: Iterator[Tensor], heard: Iterator[Tensor]) -> Tensor:
@@ -225,10 +228,6 @@ class OmniModel(QwenModel):
         features = pictures.new_empty(item.shape.num_features, pictures.shape[1])
         features[~is_sound], features[is_sound] = pictures, sound.to(features.dtype)
         return features
-
-    def _see(self, items: Sequence[MediaItem]) -> list[Tensor]:
-        features: Tensor = self.visual_features(items)
-        return list(features.flatten(0, -2).split([self._films.num_pictures(item.shape.grid) for item in items]))
 
     @abstractmethod
     def hear(self, items: Sequence[MediaItem]) -> list[Tensor]:
