@@ -226,7 +226,7 @@ def _last_words(path: str, error: MindieMMError) -> bytes:
         return encoded({**event, "sequence_number": 2**31 - 1}, named=True)  # the worker counted the events before
     if is_messages(path):
         return encoded(error_event(body, errors.status_of(error)), named=True)
-    return encoded(body) + last_event(DONE if path.startswith("/v1/") else None)
+    return encoded(body) + last_event(DONE if "/v1/" in path else None)
 
 
 class _Sending:
