@@ -18,8 +18,10 @@ from transformers import (
 from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
 from mindie_mm.batch.output.collate import collate
+from mindie_mm.decode.planning import plan_item
 from mindie_mm.errors import InputError, LimitExceeded
 from mindie_mm.inputs import Media, MediaOptions
+from mindie_mm.settings.config import MediaCaps
 from tests.media_samples import decode_all, encode_video, moving_frames
 from tests.models.contract import PICTURES, ExtremeShapes, FamilyContract, Unpacked, clip, picture, refusals
 from tests.models.references import PretrainedReference
@@ -84,6 +86,13 @@ class TestLlavaOnevision(ExtremeShapes, FamilyContract):
         prompts = [Unpacked.of(model, tokenized[name]) for name in ("a video", "mixed")]
         with pytest.raises(InputError, match="a batch has videos of 3 and of 5 frames, but transformers' model takes"):
             collate(prompts, model.processor, 0, "right", None, 0)
+
+    def test_only_plans_of_images_depend_on_the_number_of_items(self, processor):
+        """A plan that does not depend on them may be kept for prompts with other numbers of items."""
+        image, video = picture(40, 30), encode_video(moving_frames(3), fps=2)
+        for kind, data, expected in (("image", image, True), ("video", video, False)):
+            plan, _ = plan_item(processor, Media(kind, data), data, {"image": 1, "video": 1}, MediaCaps())
+            assert plan.by_counts == expected, kind
 
     def test_features_may_come_from_several_layers(self, tmp_path, path_file):
         """The checkpoint uses features of two layers, another resize filter and no normalization."""
