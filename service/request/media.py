@@ -110,20 +110,8 @@ class MediaPolicy:
         self._reading = Threads("media-file")
         self._quota = MediaQuota(config.max_media_bytes, config.max_spool_bytes)
 
-    async def spool(self, items: Sequence[Media], directory: Path) -> list[Paths]:
-        """Write `items` to files under `directory`. The files count toward the limits of the spool until `remove`.
-
-        The file of an item is <kind>/<n>.<ext>, where n counts the items of its kind from 1. If a video is given as
-        frames, each frame is a file <kind>/<n>-<k>.<ext>. An item's size limit applies to all of its files together.
-
-        Returns:
-            The files in the order of the items.
-
-        Raises:
-            InputError: An item cannot be read, or the request exceeds a limit.
-            SpoolFull: The spool is full.
-
-        """
+    def check(self, items: Sequence[Media]) -> None:
+        """Raise InputError if a request must not have these items, whatever their content."""
         if len(items) > self.config.max_media_items:
             raise LimitExceeded(f"the request has {len(items)} media items; the limit is {self.config.max_media_items}")
         config = self.config
@@ -140,6 +128,23 @@ class MediaPolicy:
         num_frames = sum(item.num_listed_frames for item in items)
         if num_frames > MAX_LISTED_FRAMES:
             raise LimitExceeded(f"the request has {num_frames} frames in lists; the limit is {MAX_LISTED_FRAMES}")
+
+    async def spool(self, items: Sequence[Media], directory: Path) -> list[Paths]:
+        """Write `items` to files under `directory`. The files count toward the limits of the spool until `remove`.
+
+        The file of an item is <kind>/<n>.<ext>, where n counts the items of its kind from 1. If a video is given as
+        frames, each frame is a file <kind>/<n>-<k>.<ext>. An item's size limit applies to all of its files together.
+
+        Returns:
+            The files in the order of the items.
+
+        Raises:
+            InputError: An item cannot be read, or the request exceeds a limit.
+            SpoolFull: The spool is full.
+
+        """
+        self.check(items)
+        config = self.config
         turns = asyncio.Semaphore(-(-config.max_concurrent_fetches // 4))
         request = _Request(directory.name, partial(self._quota.spend, directory.name), turns)
         counts: dict[str, int] = {}

@@ -95,8 +95,10 @@ async def spooled_prompts(
         requests = [_checked(parse) for parse in given]
         for request in requests:
             require_within(request.media, service.worker.config.limit_mm_per_prompt)
-    found = [] if known_media is None else await known_media.find(requests)
     media = [item for request in requests for item in request.media]
+    with blaming(field):
+        service.media.check(media)
+    found = [] if known_media is None else await known_media.find(requests)
     known = [one for of_prompt in found for one in of_prompt] or [None] * len(media)
     if known_media is not None:
         service.metrics.count_plans(len(known), sum(one is not None for one in known))

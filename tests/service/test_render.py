@@ -104,6 +104,17 @@ def test_media_that_come_again_are_not_planned_again(render: httpx2.Client) -> N
     assert named["features"]["mm_hashes"] != other["features"]["mm_hashes"]
 
 
+def test_media_that_come_again_count_toward_the_limit_of_a_request(render: httpx2.Client) -> None:
+    image = f'<img src="{data_url(picture("blue", (40, 60, 200), "circle", x=0.4))}">'
+
+    def post(*prompts: str) -> httpx2.Response:
+        return render.post("/v1/completions/render", json={"prompt": [*prompts], "mm_payload": "none"})
+
+    assert post(image).status_code == 200
+    for prompts in ([image * 11] * 3, [image * 4] * 9):
+        assert "media items; the limit is 32" in post(*prompts).text
+
+
 def test_a_text_has_no_features_and_the_room_of_the_context(render: httpx2.Client) -> None:
     rendered = none(render, {"messages": [{"role": "user", "content": "Hello!"}]})
     assert rendered["features"] is None
