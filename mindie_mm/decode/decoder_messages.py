@@ -11,6 +11,7 @@ import msgspec
 
 from mindie_mm.decode.parcel import Parcel
 from mindie_mm.decode.scratch import Layout
+from mindie_mm.media.guard.caps import VideoSample
 from mindie_mm.nn.family import Plan
 from mindie_mm.processes.ipc import Failure
 from mindie_mm.settings.config import MediaCaps
@@ -47,6 +48,8 @@ class Planned(Plan, frozen=True, tag="planned"):
     """`Work.video_pixels` of this item alone."""
     is_rgb: bool = True
     """`Work.is_rgb` of this item alone."""
+    sample: VideoSample | None = None
+    """`Work.sample` of this item alone."""
     num_pages: Annotated[int, msgspec.Meta(ge=0, lt=2**62)] = 0
     """Number of pages of the document if the item is one of its pages."""
     by_counts: bool = False

@@ -62,6 +62,7 @@ def plan_item(
         video_pixels=work.video_pixels,
         is_rgb=work.is_rgb,
         by_counts=noted.are_read,
+        sample=work.sample,
     )
     return planned, write
 

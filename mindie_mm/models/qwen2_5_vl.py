@@ -34,7 +34,7 @@ class Qwen25VLProcessor(QwenProcessor):
     The grid of a video is (t, h, w, interval), where `interval` is the time between two steps of t in picoseconds.
     """
 
-    traits = replace(QwenProcessor.traits, grids=INTERVAL_GRIDS)
+    traits = replace(QwenProcessor.traits, grids=INTERVAL_GRIDS, samples_like_vllm=True)
     config_name = "Qwen2_5_VLConfig"
     vllm_kinds = ("image", "video")
     image_types = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor")  # two names of the same class

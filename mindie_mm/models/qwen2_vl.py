@@ -5,6 +5,8 @@ Source: arXiv 2409.12191. Token ids, grids and pixels match transformers' `qwen2
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mindie_mm.models._qwen import QwenModel, QwenProcessor
 from mindie_mm.nn.pretrained_family import PretrainedFamily
 
@@ -12,6 +14,7 @@ from mindie_mm.nn.pretrained_family import PretrainedFamily
 class Qwen2VLProcessor(QwenProcessor):
     """Processor for Qwen2-VL."""
 
+    traits = replace(QwenProcessor.traits, samples_like_vllm=True)
     config_name = "Qwen2VLConfig"
     vllm_kinds = ("image", "video")
     image_types = ("Qwen2VLImageProcessor",)

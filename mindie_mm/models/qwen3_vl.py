@@ -5,6 +5,8 @@ Source: arXiv 2511.21631. Token ids, grids and pixels match transformers' `qwen3
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mindie_mm.models._qwen3 import Qwen3Model, Qwen3Processor
 from mindie_mm.nn.pretrained_family import PretrainedFamily
 from mindie_mm.nn.weights.shares import DECODER_PLAN
@@ -13,6 +15,7 @@ from mindie_mm.nn.weights.shares import DECODER_PLAN
 class Qwen3VLProcessor(Qwen3Processor):
     """Processor for Qwen3-VL."""
 
+    traits = replace(Qwen3Processor.traits, samples_like_vllm=True)
     config_name = "Qwen3VLConfig"
     vllm_kinds = ("image",)
     image_types = ("Qwen2VLImageProcessor",)

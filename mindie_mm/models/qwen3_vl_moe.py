@@ -5,6 +5,7 @@ Source: arXiv 2511.21631. Everything but the decoder's layers is the same as in 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from mindie_mm.nn.seq2seq import Seq2SeqModel
 class Qwen3VLMoeProcessor(Qwen3Processor):
     """Processor for Qwen3-VL with a mixture of experts."""
 
+    traits = replace(Qwen3Processor.traits, samples_like_vllm=True)
     config_name = "Qwen3VLMoeConfig"
     image_types = ("Qwen2VLImageProcessor",)
     video_types = ("Qwen3VLVideoProcessor",)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from mindie_mm.errors import CorruptReference
 from mindie_mm.inputs import Kind
+from mindie_mm.media.guard.caps import VideoSample
 from mindie_mm.shm import Ref
 
 Side = Literal["left", "right"]
@@ -101,6 +102,8 @@ class PlannedSpan(MediaSpan, frozen=True, array_like=True, kw_only=True):
     content or other settings has another one."""
     is_rgb: bool = True
     """True if Pillow reads an image as RGB. An image in another mode is converted."""
+    sample: VideoSample | None = None
+    """Frames that are sampled from an encoded video. None for other items."""
     written_lead: int = 0
     """Part of `lead` that is written in place of the item's marker, instead of by the chat template."""
     plan: bytes = b""

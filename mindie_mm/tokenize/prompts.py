@@ -181,6 +181,8 @@ class Prompts:
     def _checked(self, request: TokenizeRequest) -> TokenizeRequest:
         """Check `request` without its media. Return it as messages if the chat template formats its items."""
         messages, options = request.messages, request.options
+        if options.like_vllm and not self._processor.traits.samples_like_vllm:
+            _require_no_videos(request)
         if messages is None and request.continue_final_message:
             raise InputError(
                 "continue_final_message is set, but there are no messages; send messages, or leave "
@@ -403,6 +405,15 @@ def sizes_of(checkpoint: Checkpoint, family: type[Family]) -> Sizes:
     return Sizes(text.vocab_size, longest, longest if targets is None else targets - 1)  # one is for the first token
 
 
+def _require_no_videos(request: TokenizeRequest) -> None:
+    """Raise InputError if the request has a video whose frames are not sampled yet."""
+    if any(media.kind == "video" and not media.num_listed_frames for media in request.media):
+        raise InputError(
+            "vLLM samples other frames of videos for this model than transformers, and only transformers' frames are "
+            "supported; start the service with --like transformers, or send the frames as images"
+        )
+
+
 async def _planned_spans(media: RequestMedia, prompt: Prompt, items: Sequence[PlannedItem]) -> tuple[PlannedSpan, ...]:
     digests = await gather_in_order([media.digest(item) for item in items])
     spans = zip(prompt.spans, items, digests, strict=True)
@@ -421,6 +432,7 @@ def _planned_span(prompt: Prompt, span: MediaSpan, item: PlannedItem, digest: by
         is_rgb=item.plan.is_rgb,
         plan=msgspec.msgpack.encode(item.plan),
         by_counts=item.plan.by_counts,
+        sample=item.plan.sample,
         written_lead=span.lead - (len(ahead) if tuple(ahead) == placeholder.before else 0),
         written_tail=span.tail - (len(behind) if tuple(behind) == placeholder.after else 0),
     )

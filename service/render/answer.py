@@ -20,7 +20,7 @@ from mindie_mm.shm import attach
 from mindie_mm.shm.format.item import MediaShape
 from mindie_mm.tokenize.prompt import PlannedPrompt, PlannedSpan
 from mindie_mm.tokenize.requests import TokenizeRequest
-from service.render.media_hash import FileContent, has_options, media_hash
+from service.render.media_hash import FileContent, has_options, media_hash, video_metadata
 from service.schemas.openai_answers import json_of
 
 Base64 = Annotated[msgspec.Raw, json_of(str)]
@@ -129,7 +129,12 @@ class Hashing:
                 return media.uuid
             content = media.uuid
         elif isinstance(files, Path) and not media.is_embeddings and media.page is None:
-            content = FileContent(kind, files.read_bytes(), None if span.is_rgb else self.background)
+            data = files.read_bytes()
+            content = FileContent(kind, data, None if span.is_rgb else self.background)
+            if (sample := span.sample) is not None:
+                if sample.num_bytes < len(data):  # vLLM hashes the decoded frames
+                    return span.digest.hex()
+                content = [content, video_metadata(sample)]
         else:
             return span.digest.hex()
         return media_hash(kind, content, self.model_id, options)

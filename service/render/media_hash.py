@@ -13,6 +13,7 @@ from typing import Any
 from blake3 import blake3
 
 from mindie_mm.inputs import Kind
+from mindie_mm.media.guard.caps import VideoSample
 from mindie_mm.settings.config import Colour
 
 _NONE, _SEQUENCE, _MAPPING, _LEAF = b"\0", b"\1", b"\2", b"\3"
@@ -45,6 +46,18 @@ def media_hash(kind: Kind, content: Any, model_id: str, options: Mapping[str, An
 def has_options(kind: Kind, options: Mapping[str, Any]) -> bool:
     """Return whether options enter the hashes of items of a kind. Otherwise the `uuid` of an item is its hash."""
     return any(_of_kind(kind, name, given) for name, given in options.items())
+
+
+def video_metadata(sample: VideoSample) -> dict[str, Any]:
+    """Return what vLLM's hash of a video covers in addition to its file."""
+    return {
+        "total_num_frames": sample.num_frames,
+        "fps": sample.fps or 0.0,
+        "duration": sample.num_frames / sample.fps if sample.fps else 0,
+        "video_backend": "opencv",
+        "frames_indices": sample.indices,
+        "do_sample_frames": len(sample.indices) == sample.num_frames,
+    }
 
 
 class FileContent:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 from PIL import Image, PngImagePlugin
+
+from tests.media_samples import encode_video
 
 ORIENTATION, IMAGE_ID = 0x0112, 0x800D
 
@@ -113,6 +117,22 @@ def image_chats() -> Iterator[tuple[str, dict[str, Any]]]:
     )
     yield "text", {"messages": [{"role": "user", "content": "Hello! <|im_start|> <|image_pad|>"}]}
     yield "no generation prompt", chat(small, add_generation_prompt=False)
+
+
+def film(num_frames: int, fps: int | Fraction = 10, width: int = 64, height: int = 48) -> dict[str, Any]:
+    """Return a part with a video of one picture, which takes few bytes when it is encoded."""
+    frames = np.broadcast_to(np.asarray(picture(width, height)), (num_frames, height, width, 3))
+    return {"type": "video_url", "video_url": {"url": url(encode_video(frames, fps), "image")}}
+
+
+def video_chats() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield chats about videos, for models that take videos."""
+    for num_frames in (7, 30, 120, 400):
+        yield f"video of {num_frames} frames", chat(film(num_frames))
+    yield "video of 29.97 frames per second", chat(film(45, Fraction(30000, 1001)))
+    yield "tall video", chat(film(60, 25, 32, 200))
+    yield "video and image", chat(film(30), part(encoded(picture(120, 90))))
+    yield "uuid of a video", chat({**film(30), "uuid": "front film"})
 
 
 def pixel_chats() -> Iterator[tuple[str, dict[str, Any]]]:

@@ -10,17 +10,25 @@ from tokenizers import Tokenizer
 
 _TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{% if m['content'] is string %}{{ m['content'] }}{% else %}"
-    "{% for p in m['content'] %}{% if p['type'] == 'image' %}MARK{% elif p['type'] == 'text' %}{{ p['text'] }}"
+    "{% for p in m['content'] %}{% if p['type'] == 'image' %}IMAGE{% elif p['type'] == 'video' %}VIDEO"
+    "{% elif p['type'] == 'text' %}{{ p['text'] }}"
     "{% endif %}{% endfor %}{% endif %}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 _MARKS = {
-    "llava": "<image>\n",
-    "llava_next": "<image>\n",
-    "llava_onevision": "<image>\n",
-    "gemma3": "<start_of_image>",
-    "idefics3": "<image>",
+    "llava": ("<image>\n", ""),
+    "llava_next": ("<image>\n", ""),
+    "llava_onevision": ("<image>\n", "<video>\n"),
+    "gemma3": ("<start_of_image>", ""),
+    "idefics3": ("<image>", ""),
+    "molmo2": ("<|image|>", "<|video|>"),
 }
-"""Text of an image in the chat template, for families whose small checkpoint has no template."""
+"""Texts of an image and of a video in the chat template, for families whose small checkpoint has no such template."""
+
+_PUBLISHED = {
+    "llava_onevision": [(name, "anyres_max_3", "anyres_max_9") for name in ("config.json", "processor_config.json")],
+    "qwen3_vl": [("video_preprocessor_config.json", '"max_frames": 24', '"max_frames": 768')],
+}
+"""Files, settings in the small checkpoint, and settings of all published checkpoints, which vLLM assumes."""
 
 
 def write(family: str, out: Path) -> Path:
@@ -37,13 +45,13 @@ def write(family: str, out: Path) -> Path:
         if inspect.isclass(one) and one.__module__ == module.__name__ and hasattr(one, "write_checkpoint")
     )
     contract.write_checkpoint(out)
-    if family == "llava_onevision":  # vLLM assumes the value of all published checkpoints
-        for name in ("config.json", "processor_config.json"):
-            (out / name).write_text((out / name).read_text().replace("anyres_max_3", "anyres_max_9"))
+    for name, own, published in _PUBLISHED.get(family, ()):
+        (out / name).write_text((out / name).read_text().replace(own, published))
     if family == "gemma3":  # as in the published tokenizer
         tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
         tokenizer.add_tokens(["\n" * number for number in range(1, 5)])
         tokenizer.save(str(out / "tokenizer.json"))
     if family in _MARKS:
-        (out / "chat_template.jinja").write_text(_TEMPLATE.replace("MARK", _MARKS[family]))
+        image, video = _MARKS[family]
+        (out / "chat_template.jinja").write_text(_TEMPLATE.replace("IMAGE", image).replace("VIDEO", video))
     return out

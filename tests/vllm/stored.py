@@ -14,6 +14,8 @@ from typing import Any
 
 HERE = Path(__file__).parent
 MEDIA, CHATS, ANSWERS = HERE / "media", HERE / "chats.json", HERE / "answers"
+VIDEO_FAMILIES = frozenset({"qwen2vl", "qwen2_5_vl", "qwen3_vl"})
+"""Families for which vLLM samples the same frames of videos as transformers. Only they have answers to videos."""
 _MARK = "file:"
 _PREFIX = "data:image/x;base64,"
 
@@ -55,6 +57,11 @@ def stored_chats() -> dict[str, Any]:
 
     chats: dict[str, Any] = walk(json.loads(CHATS.read_text()))
     return chats
+
+
+def has_video(body: dict[str, Any]) -> bool:
+    """Return whether a chat has a video."""
+    return '"video_url"' in json.dumps(body)
 
 
 def runs(ids: list[int]) -> list[int | list[int]]:

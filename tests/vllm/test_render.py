@@ -12,11 +12,13 @@ import pytest
 
 from mindie_mm.errors import InputError
 from mindie_mm.inputs import Media, media_defaults, parse_messages, with_defaults
+from mindie_mm.media.guard.caps import VideoSample
 from mindie_mm.settings.config import MediaCaps
 from mindie_mm.tokenize import Tokenizer
+from mindie_mm.tokenize.prompt import PlannedSpan
 from mindie_mm.tokenize.requests import TokenizeRequest
 from service.render.answer import Hashing, features, hashes_of, like_vllm
-from tests.vllm.stored import ANSWERS, essence, stored_chats
+from tests.vllm.stored import ANSWERS, VIDEO_FAMILIES, essence, has_video, stored_chats
 
 FAMILIES = sorted(path.stem for path in ANSWERS.glob("*.json"))
 CHATS = stored_chats()
@@ -64,6 +66,8 @@ def test_ids_ranges_and_hashes_equal_vllms(family: str, tokenizer: Tokenizer, tm
     answers = json.loads((ANSWERS / f"{family}.json").read_text())["answers"]
     different = []
     for name, body in CHATS.items():
+        if has_video(body) and family not in VIDEO_FAMILIES:
+            continue
         try:
             ours = essence(rendered(tokenizer, body, family, tmp_path))
         except InputError:
@@ -72,3 +76,25 @@ def test_ids_ranges_and_hashes_equal_vllms(family: str, tokenizer: Tokenizer, tm
         if ours != answers[name] and not is_refused:
             different.append(name)
     assert {*different} <= {CONTROL_TOKENS}
+
+
+def test_videos_are_refused_if_vllm_samples_other_frames(tmp_path: Path) -> None:
+    from tests.vllm.checkpoints import write
+
+    with Tokenizer.from_pretrained(write("internvl", tmp_path / "internvl")) as tokenizer:
+        with pytest.raises(InputError, match=r"vLLM samples other frames .* --like transformers"):
+            rendered(tokenizer, CHATS["video of 30 frames"], "internvl", tmp_path)
+        assert rendered(tokenizer, CHATS["28x28"], "internvl", tmp_path)["features"] is not None
+
+
+def test_a_video_with_less_pixels_than_bytes_has_a_hash_of_its_own(tmp_path: Path) -> None:
+    """Of such a video, vLLM hashes the decoded frames."""
+    files = {}
+    for name, num_bytes in (("small", 10), ("large", 10_000)):
+        sample = VideoSample(30, 10.0, (0, 10, 20, 29), num_bytes)
+        span = PlannedSpan(0, 4, "video", 7, num_features=4, num_bytes=1, digest=b"digest", sample=sample)
+        (tmp_path / name).write_bytes(bytes(1000))
+        media = Media("video", str(tmp_path / name))
+        files[name] = Hashing.of("model", (255, 255, 255), None, None).hash_of(span, media, tmp_path / name)
+    assert files["small"] == b"digest".hex()
+    assert len(files["large"]) == 64

@@ -6,9 +6,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
 
 from mindie_mm.errors import LimitExceeded
 from mindie_mm.settings.config import MediaCaps
+
+_Number = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
+
+
+class VideoSample(msgspec.Struct, frozen=True, array_like=True):
+    """The frames that are sampled from an encoded video."""
+
+    num_frames: _Number
+    """Number of frames of the video."""
+    fps: float | None
+    """Average number of frames per second, or None if it is unknown."""
+    indices: tuple[_Number, ...]
+    """Ascending indices of the sampled frames."""
+    num_bytes: _Number
+    """Size in bytes of the sampled frames as RGB pixels of the size that they have in the video."""
 
 
 @dataclass(slots=True, eq=False)
@@ -24,6 +42,8 @@ class Work:
     """Number of pixels of decoded video frames, including frames between the sampled frames."""
     is_rgb: bool = True
     """True if Pillow's mode of all images is RGB. Other images are converted when they are decoded."""
+    sample: VideoSample | None = None
+    """Sample of the encoded video that was sampled last."""
 
     def add_picture(self, pixels: int) -> None:
         """Count the pixels of an image. Raise LimitExceeded if the images of the request have too many pixels."""

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from mindie_mm.errors import FramesMiscounted, InputError, LimitExceeded, MediaError, naming
 from mindie_mm.media.document.pages import DocumentPage
 from mindie_mm.media.guard import cancellation
-from mindie_mm.media.guard.caps import Work, decodes_to_count, length_text, work
+from mindie_mm.media.guard.caps import VideoSample, Work, decodes_to_count, length_text, work
 from mindie_mm.media.guard.container import (
     best_stream,
     check_codec,
@@ -153,12 +153,14 @@ class EncodedVideo:
         )
 
     def count(self, indices: Sequence[int]) -> None:
-        """Count the pixels that `decode` will decode for `indices`, without decoding them.
+        """Count the pixels that `decode` will decode for `indices`, without decoding them, and note the sample.
 
         Raises:
             LimitExceeded: The request would decode too many pixels.
 
         """
+        num_bytes = 3 * self.height * self.width * len(indices)
+        self.work.sample = VideoSample(self.num_frames, self.fps, tuple(indices), num_bytes)
         self.work.add_video(self._num_decoded(indices) * self._frame_pixels)
 
     def decode(self, indices: Sequence[int]) -> Iterator[Pixels]:
