@@ -71,7 +71,7 @@ def _serve(configuration: Configuration, ray_address: str | None, warnings: Sequ
 
         replicas = configuration.worker.replicas
         if replicas == "auto":
-            raise InputError("replicas is auto, but with --ray it must be a number of workers")
+            raise InputError("replicas=auto is not supported with --ray; give a number of workers")
         worker = replace(configuration.worker, replicas=1)
         origins = {name: origin for name, origin in configuration.origins.items() if name != "replicas"}
         serve_on_ray(Configuration(worker, configuration.service, origins), ray_address, replicas)

@@ -181,7 +181,7 @@ class Device(ABC):
             DeviceError: The device has no such layer.
 
         """
-        raise DeviceError(f"weights is int8, which is not supported on the device {self.name}; leave the setting out")
+        raise DeviceError(f"weights=int8 is not supported on the device {self.name}; leave the setting out")
 
     def quantized_linear(self, weight: QuantizedWeight, bias: torch.nn.Parameter | None) -> torch.nn.Module:
         """Return a layer on this device for a weight that a checkpoint stores as integers, or in FP8.

@@ -32,7 +32,7 @@ def quantize(model: MediaModel, device: Device) -> None:
     linears = {linear for part in model.text_modules() for linear in _linears(part)}
     if not linears:
         raise InputError(
-            f"weights is int8, but the text model has no linear layer that can be quantized (its data type is "
+            f"weights=int8 is not supported: the text model has no linear layer that can be quantized (data type "
             f"{model.spec.dtype}); use --dtype float32 or bfloat16 without tensor parallelism and with a checkpoint "
             "that is not quantized, or leave weights out"
         )

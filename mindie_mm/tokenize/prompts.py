@@ -201,7 +201,7 @@ class Prompts:
         else:
             if options.parse_special:
                 raise InputError(
-                    "parse_special is true, but the prompt is a chat, whose texts never contain control tokens; leave "
+                    "parse_special=true is not supported for a chat, whose texts never contain control tokens; leave "
                     "parse_special out, or apply the chat template yourself",
                     param="parse_special",
                 )

@@ -164,7 +164,7 @@ class Tensors:
             if media.kind not in self.layouts or media.is_embeddings:
                 noun = "embeddings" if media.is_embeddings else f"media of the kind {media.kind}"
                 raise InputError(
-                    f"mm_payload is tensors, which is not supported for {noun} of {self.family}; set mm_payload to "
+                    f"mm_payload=tensors is not supported for {noun} of {self.family}; set mm_payload to "
                     "none, or send the chat itself to a server that answers it",
                     param="mm_payload",
                 )

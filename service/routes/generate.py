@@ -118,7 +118,7 @@ class GenerateEvent(TypedDict):
 async def generate_text(body: GenerateBody, incoming: IncomingDep) -> Response:
     """Answer a string or a list of texts, images, videos and audio clips, in one response."""
     if body.stream:
-        raise InputError("stream is true, which /generate does not support; use /generate_stream", param="stream")
+        raise InputError("stream=true is not supported by /generate; use /generate_stream", param="stream")
     generation = _generation(body, incoming)
     return incoming.answered(generation, timeout_s=generation.parameters.timeout)
 
@@ -128,7 +128,7 @@ async def generate_stream(body: GenerateBody, incoming: IncomingDep) -> Response
     """Answer like `/generate`, as a stream. Each event has one or several tokens."""
     generation = _generation(body, incoming)
     if generation.parameters.decoder_input_details:
-        message = "decoder_input_details is true, which is not supported in a stream; leave decoder_input_details out"
+        message = "decoder_input_details=true is not supported in a stream; leave decoder_input_details out"
         raise InputError(message, param="parameters")
     return incoming.answered(generation, stream=True, last=None, timeout_s=generation.parameters.timeout)
 
@@ -140,7 +140,7 @@ def _generation(body: GenerateBody, incoming: Incoming) -> _Generate:
         message = f"adapter_id is {parameters.adapter_id!r}; give the name of a LoRA adapter as model beside inputs"
         raise InputError(message, param="parameters")
     if parameters.return_full_text and not isinstance(body.inputs, str):
-        message = "return_full_text is true, but inputs is not a string; send a string, or leave return_full_text out"
+        message = "return_full_text=true needs a string as inputs; send a string, or leave return_full_text out"
         raise InputError(message, param="parameters")
     return _Generate(call, body, parameters)
 

@@ -126,7 +126,8 @@ async def retrieve(response_id: str, incoming: IncomingDep, *, stream: bool = Fa
     """Return a response that is stored or being streamed."""
     if stream:
         raise InputError(
-            "stream is true, but a stored response is returned as a whole; leave stream out", param="stream"
+            "stream=true is not supported for stored responses, which are returned as a whole; leave stream out",
+            param="stream",
         )
     return JSONResponse(incoming.service.responses.found(incoming.owner, response_id))
 

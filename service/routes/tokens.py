@@ -135,7 +135,7 @@ def tokenizing(body: TokenizeBody, incoming: Incoming) -> Callable[[], Awaitable
         raise InputError(message, param="add_special_tokens")
     if body.continue_final_message and body.messages is None:
         raise InputError(
-            "continue_final_message is true, but there are no messages; send messages, or leave "
+            "continue_final_message=true needs messages, which are missing; send messages, or leave "
             "continue_final_message out",
             param="continue_final_message",
         )

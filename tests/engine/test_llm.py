@@ -76,7 +76,7 @@ def test_control_tokens_of_a_raw_prompt_are_parsed(llm):
     assert length(parse_special=False)[0] > length()[0]
     streamed = [*llm.stream(raw, params, chat_template=False)]
     assert [token for delta in streamed for token in delta.token_ids] == chat.token_ids
-    with pytest.raises(InputError, match="parse_special is true, but the prompt is a chat"):
+    with pytest.raises(InputError, match="parse_special=true is not supported for a chat"):
         llm.generate([raw], params, parse_special=True)
 
 

@@ -293,7 +293,7 @@ NAMELESS = {"type": "function", "function": {"parameters": {}}}
             "/generate",
             {"inputs": [{"text": "a"}], "parameters": {"return_full_text": True}},
             "parameters",
-            "inputs is not a string",
+            "return_full_text=true needs a string as inputs",
         ),
         ("/infer", {"inputs": "a", "parameters": {"logprobs": True}}, "parameters", "logprobs is not supported"),
         ("/infer", {"inputs": "a", "parameters": {"grammar": "a"}}, "parameters", "grammar is not supported"),

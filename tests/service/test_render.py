@@ -141,9 +141,9 @@ def test_requests_that_cannot_be_rendered_are_refused(render: httpx2.Client, red
         (
             chat(red_square),
             400,
-            "mm_payload is tensors, which is not supported for media of the kind image of Qwen25Omni",
+            "mm_payload=tensors is not supported for media of the kind image of Qwen25Omni",
         ),
-        (chat("http://127.0.0.1/a.png"), 400, "mm_payload is tensors"),  # before it is fetched
+        (chat("http://127.0.0.1/a.png"), 400, "mm_payload=tensors"),  # before it is fetched
         (chat(red_square, mm_payload="all"), 400, "mm_payload"),
         (chat(broken, mm_payload="none"), 400, "media item 0 (image)"),
         (chat("http://127.0.0.1/a.png", mm_payload="none"), 400, "not public"),
