@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from mindie_mm.errors import InputError
-from mindie_mm.inputs import Media, media_defaults, parse_messages, with_defaults
+from mindie_mm.inputs import KnownPlan, Media, media_defaults, parse_messages, with_defaults
 from mindie_mm.media.guard.caps import VideoSample
 from mindie_mm.settings.config import MediaCaps
 from mindie_mm.tokenize import Tokenizer
@@ -45,12 +46,17 @@ def tokenizer(family: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         yield opened
 
 
-def rendered(tokenizer: Tokenizer, body: dict[str, Any], model_id: str, folder: Path) -> dict[str, Any]:
-    """Return what /render answers."""
+def request_of(body: dict[str, Any]) -> TokenizeRequest:
     options = (body.get("mm_processor_kwargs"), body.get("media_io_kwargs"))
     messages = with_defaults(parse_messages(body["messages"], by_uuid=True), media_defaults(*options))
     opens_turn = body.get("add_generation_prompt", True)
-    request = like_vllm(TokenizeRequest(messages=messages, add_generation_prompt=opens_turn))
+    return like_vllm(TokenizeRequest(messages=messages, add_generation_prompt=opens_turn))
+
+
+def rendered(tokenizer: Tokenizer, body: dict[str, Any], model_id: str, folder: Path) -> dict[str, Any]:
+    """Return what /render answers."""
+    options = (body.get("mm_processor_kwargs"), body.get("media_io_kwargs"))
+    request = request_of(body)
     (plan,) = tokenizer.run(tokenizer.prompts.plan([request]))
     media = [(item, _file(item, folder / str(index))) for index, item in enumerate(request.media)]
     hashing = Hashing.of(model_id, MediaCaps().rgba_background_color, *options)
@@ -76,6 +82,22 @@ def test_ids_ranges_and_hashes_equal_vllms(family: str, tokenizer: Tokenizer, tm
         if ours != answers[name] and not is_refused:
             different.append(name)
     assert {*different} <= {CONTROL_TOKENS}
+
+
+def test_media_that_were_planned_before_need_no_source(family: str, tokenizer: Tokenizer) -> None:
+    num_media = 0
+    for body in [*CHATS.values()][::5]:
+        request = request_of(body)
+        try:
+            (plan,) = tokenizer.run(tokenizer.prompts.plan([request]))
+        except InputError:
+            continue
+        known = iter([KnownPlan(span.plan, span.digest) for span in plan.spans])
+        again = request.with_media(lambda one, known=known: replace(one, source=None, known=next(known)))
+        (same,) = tokenizer.run(tokenizer.prompts.plan([again]))
+        assert (same.ids.tolist(), same.spans) == (plan.ids.tolist(), plan.spans)
+        num_media += len(plan.spans)
+    assert num_media > 3, "not all chats are refused"
 
 
 def test_videos_are_refused_if_vllm_samples_other_frames(tmp_path: Path) -> None:
