@@ -12,6 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Function that gathers tensors of equal shapes. Its second name is deprecated since torch 2.13."""
+
 
 def num_shares() -> int:
     """Return the number of ranks that share the weights. It is 1 unless this process is one of several ranks."""
@@ -100,6 +103,6 @@ def _gathered(out: Tensor, size: int) -> Tensor:
     """Return the outputs of all ranks, [..., size]. Those of this rank are `out`, [..., outputs]."""
     count = dist.get_world_size()
     padded = pad(out, (0, -(-size // count) - out.shape[-1])).contiguous()
-    parts = [torch.empty_like(padded) for _ in range(count)]
-    dist.all_gather(parts, padded)
-    return torch.cat(parts, -1)[..., :size]
+    parts = padded.new_empty(count, *padded.shape)
+    _gather(parts.view(-1), padded.view(-1))
+    return parts.movedim(0, -2).flatten(-2)[..., :size]
