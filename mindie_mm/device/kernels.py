@@ -121,7 +121,7 @@ class Kernels:
     If not, each expert has linear layers of its own, and the host waits for the selection.
     """
     rounds_experts: ClassVar[bool] = False
-    """Whether `experts` also multiplies int8 weights. If not, the weights of transformers' experts are dequantized."""
+    """True if `experts` also multiplies int8 weights. If not, the weights of transformers' experts are dequantized."""
 
     def attends(self, query: Tensor, keys: Tensor, values: Tensor, rows: Rows) -> bool:
         """Return whether `attend` supports these arguments, which it describes, and is faster than plain PyTorch."""

@@ -52,13 +52,13 @@ class Split:
     """The share of a linear layer's weight that this rank has."""
 
     by_input: bool
-    """Whether the ranks have different inputs, and sum their products, instead of having different outputs."""
+    """True if the ranks have different inputs, and sum their products, instead of having different outputs."""
     start: int
     """First input or output of this rank."""
     size: int
     """Number of inputs or outputs on all ranks."""
     gathers: bool
-    """Whether each rank gets the outputs of all ranks."""
+    """True if each rank gets the outputs of all ranks."""
 
 
 def split_layer(layer: nn.Linear, split: Split) -> None:

@@ -109,7 +109,7 @@ class PlannedSpan(MediaSpan, frozen=True, array_like=True, kw_only=True):
     plan: bytes = b""
     """The item's `Plan` as MessagePack (`KnownPlan`)."""
     by_counts: bool = False
-    """Whether the plan may depend on the number of items of the prompt."""
+    """True if the plan may depend on the number of items of the prompt."""
     written_tail: int = 0
     """Part of `tail` that is written in place of the item's marker, instead of by the chat template."""
 

@@ -31,7 +31,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     bound_device: str | None = None
     """Device to whose CPUs the tokenizer process binds itself, or None."""
     states_sizes: bool = False
-    """Whether the traits of the tokenizer contain sizes, which only a worker without an engine needs."""
+    """True if the traits of the tokenizer contain sizes, which only a worker without an engine needs."""
 
     @classmethod
     def of(cls, model: Path, config: WorkerConfig, *, states_sizes: bool = False) -> Setup:

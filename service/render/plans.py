@@ -48,7 +48,7 @@ class Kept(msgspec.Struct, frozen=True, array_like=True):
     value: bytes
     """A `KnownItem` as MessagePack."""
     is_url: bool
-    """Whether the entry is forgotten after a time."""
+    """True if the entry is forgotten after a time."""
 
 
 class PlanCache:

@@ -38,7 +38,7 @@ class Target:
 
     @property
     def by_input(self) -> bool:
-        """Whether the ranks sum their products, so that an adapter changes only a term of the output."""
+        """True if the ranks sum their products, so that an adapter changes only a term of the output."""
         return self.split is not None and self.split.by_input
 
     @property
