@@ -19,6 +19,7 @@ from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.prompt import PlannedSpan
 from mindie_mm.tokenize.requests import TokenizeRequest
 from service.render.answer import Hashing, features, hashes_of, like_vllm
+from service.render.media_hash import FileContent, media_hash
 from tests.vllm.stored import ANSWERS, VIDEO_FAMILIES, essence, has_video, stored_chats
 
 FAMILIES = sorted(path.stem for path in ANSWERS.glob("*.json"))
@@ -120,3 +121,12 @@ def test_a_video_with_less_pixels_than_bytes_has_a_hash_of_its_own(tmp_path: Pat
         files[name] = Hashing.of("model", (255, 255, 255), None, None).hash_of(span, media, tmp_path / name)
     assert files["small"] == b"digest".hex()
     assert len(files["large"]) == 64
+
+
+def test_vllm_0_33_hashes_the_background_of_a_transparent_color() -> None:
+    """Everything else of its answers to the stored chats about images equals 0.32's, for all families."""
+    (part, _) = CHATS["PNG with a transparent color"]["messages"][0]["content"]
+    data = base64.b64decode(part["image_url"]["url"].partition(",")[2])
+    content = FileContent("image", data, MediaCaps().rgba_background_color)
+    of_0_33 = "881edec1d3ea87357c13c15584585e73db1c4de6d2d1244ece11e371f02f7de5"
+    assert media_hash("image", content, "qwen2vl", {}) == of_0_33
