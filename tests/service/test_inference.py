@@ -271,6 +271,11 @@ def test_a_hostile_item_is_refused(client: httpx2.Client, served: RunningService
     refused(client, served, payload, message)
 
 
+def test_another_model_is_404(client: httpx2.Client) -> None:
+    answer = client.post(GENERATE, json=STORED["one"]["render"] | {"model": "gpt-5"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (404, "model")
+
+
 def refused(client: httpx2.Client, served: RunningService, payload: Payload, message: str) -> None:
     answer = client.post(GENERATE, json=payload)
     error = answer.json()["error"]

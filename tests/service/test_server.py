@@ -25,7 +25,7 @@ from mindie_mm.errors import InputError
 from mindie_mm.nn.checkpoint.hub import checkpoint_name
 from mindie_mm.settings.config import ServiceConfig
 from mindie_mm.shm import collect, request_directory
-from service.server import _bound, _Server
+from service.server import _Server, bound
 from tests.warm import running_service
 from tests.watching import metric, wait_until
 from tools.serving import RunningService
@@ -376,7 +376,7 @@ def free_port() -> int:
 
 
 def test_a_second_service_on_one_port_does_not_load(settings: dict[str, object], tmp_path: Path) -> None:
-    with _bound(ServiceConfig(port=free_port())) as (first,):
+    with bound(ServiceConfig(port=free_port())) as (first,):
         port = first.getsockname()[1]
         with (
             pytest.raises(RuntimeError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"),
@@ -384,13 +384,13 @@ def test_a_second_service_on_one_port_does_not_load(settings: dict[str, object],
         ):
             pytest.fail("started")
     assert "loading" not in (tmp_path / "log").read_text()
-    with _bound(ServiceConfig(port=port)):
+    with bound(ServiceConfig(port=port)):
         pass
 
 
 def test_the_log_says_once_that_nohup_makes_the_service_ignore_sighup(tmp_path: Path) -> None:
     """The port is in use, so the service ends before it loads a model."""
-    with _bound(ServiceConfig(port=free_port())) as (taken,):
+    with bound(ServiceConfig(port=free_port())) as (taken,):
         command = [str(Path(sys.executable).with_name("mindie-mm")), "serve", f"--port={taken.getsockname()[1]}"]
         ended = subprocess.run(
             ["nohup", *command, f"--spool={tmp_path}"], check=False, capture_output=True, text=True, timeout=300
@@ -445,7 +445,7 @@ def test_a_folder_of_data_is_refused_as_spool(settings: dict[str, object], tmp_p
 
 
 def test_other_errors_are_not_reported_as_failure_to_listen() -> None:
-    with pytest.raises(FileNotFoundError), _bound(ServiceConfig(port=0)):
+    with pytest.raises(FileNotFoundError), bound(ServiceConfig(port=0)):
         raise FileNotFoundError("a worker's")
 
 
