@@ -115,7 +115,8 @@ def create_app(
     for name in model_names:
         if name in worker.loras:
             raise InputError(f"the LoRA adapter {name!r} has the name of the served model; give it another name")
-    admission = Admission(config.max_concurrent_requests, config.request_timeout_s, config.max_held_logprobs)
+    held = config.max_held_logprobs, config.max_held_bytes
+    admission = Admission(config.max_concurrent_requests, config.request_timeout_s, *held)
     metrics = Metrics(model_names[0])
     chat_dialect = ChatDialect.of(worker, config)
     clients = Clients(config)

@@ -85,6 +85,10 @@ class PatchLayout(msgspec.Struct, frozen=True):
     """vLLM's name of the time between two patches in seconds. In `Plan.grid`, it follows the number of patches, in
     picoseconds. Empty if the grid has no time."""
 
+    def num_bytes(self, num_features: int) -> int:
+        """Return the size in bytes of vLLM's pixels of an item."""
+        return num_features * self.merge_size**2 * 3 * self.temporal_patch_size * self.patch_size**2
+
     def encoded(self, arrays: Arrays, grid: tuple[int, ...]) -> Payload:
         """Return the item whose block has `arrays`. `grid` is its `Plan.grid`."""
         stored = arrays[self.pixels]

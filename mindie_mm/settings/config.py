@@ -424,7 +424,8 @@ class ServiceConfig:
     max_request_values: Count = 2**18
     """Maximum number of JSON values in a request body, estimated by counting brackets, braces and commas."""
     max_held_bytes: Count = 1 * GiB
-    """Maximum total size of the bodies of all requests in progress. Further requests get status 429."""
+    """Maximum total size of the bodies of all requests in progress, and of the tensors in the answers of the /render
+    routes. Further requests get status 429."""
     max_held_logprobs: Count = 2**21
     """Maximum number of log-probabilities of prompts and of the whole vocabulary in the answers of all requests in
     progress. Each takes about 500 bytes of memory. Further requests get status 429."""

@@ -169,6 +169,10 @@ class Tensors:
                     param="mm_payload",
                 )
 
+    def num_bytes(self, plan: PlannedPrompt) -> int:
+        """Return the size in bytes of the pixels of a prompt in base64, without their padding."""
+        return sum(self.layouts[span.kind].num_bytes(span.num_features) for span in plan.spans) * 4 // 3
+
     def of(self, plan: PlannedPrompt) -> tuple[dict[str, list[Base64]], dict[str, list[Base64]]]:
         """Return `kwargs_data` and `mm_metadata` of a prompt whose media are in shared memory."""
         tensors: dict[str, list[Base64]] = {}

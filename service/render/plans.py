@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
 
 import msgspec
 from blake3 import blake3
@@ -132,6 +131,14 @@ class _Keys:
     these_counts: bytes
     """Key of a plan that depends on them."""
     is_url: bool
+    named: _Keys | None
+    """Keys under which a later request finds the item by its `uuid` alone, or None if these are such keys."""
+
+    @property
+    def all(self) -> Sequence[bytes]:
+        """Keys of the plan itself, and then of the plan to which the `uuid` refers."""
+        own = (self.any_counts, self.these_counts)
+        return own if self.named is None else (*own, *self.named.all)
 
 
 class KnownMedia:
@@ -147,53 +154,58 @@ class KnownMedia:
         self._known: list[list[KnownItem | None]] = []
 
     async def find(self, requests: Sequence[TokenizeRequest]) -> list[list[KnownItem | None]]:
-        """Return what is known about the items of each prompt, in order. Call this method once."""
+        """Return what is known about the items of each prompt, in order. Call this method once.
+
+        An item with data and a `uuid` is known only if the `uuid` still refers to the same data. Otherwise, the store
+        of data by `uuid` must get the data.
+        """
         self._keys = [await in_thread(partial(self._keys_of, request.media)) for request in requests]
-        asked = [key for own in self._keys for one in own if one for key in (one.any_counts, one.these_counts)]
+        asked = [key for own in self._keys for one in own if one for key in one.all]
         found = iter(await self._shared.find(asked) if asked else [])
         decoder = msgspec.msgpack.Decoder(KnownItem)
 
-        def next_item() -> KnownItem | None:
-            values = [one for one in (next(found), next(found)) if one is not None]
-            return decoder.decode(values[0]) if values else None
+        def next_value(keys: _Keys) -> bytes | None:
+            any_counts, these_counts = next(found), next(found)
+            own = any_counts or these_counts
+            return own if keys.named is None or next_value(keys.named) == own else None
 
-        self._known = [[next_item() if one else None for one in own] for own in self._keys]
+        def next_item(keys: _Keys | None) -> KnownItem | None:
+            value = None if keys is None else next_value(keys)
+            return None if value is None else decoder.decode(value)
+
+        self._known = [[next_item(keys) for keys in own] for own in self._keys]
         return self._known
 
-    def keep(self, index: int, media: Sequence[Media], plan: PlannedPrompt, hashes: Sequence[str]) -> None:
-        """Keep the plans of prompt number `index`. `media` are its items, and `hashes` those of its spans.
+    def keep(self, index: int, plan: PlannedPrompt, hashes: Sequence[str]) -> None:
+        """Keep the plans of prompt number `index`. `hashes` are those of its spans.
 
         A plan that was known is not kept again, because the time of a URL begins when it is fetched.
         """
         entries = []
         shown = slice(plan.first_item, plan.first_item + len(plan.spans))
         known = zip(self._keys[index][shown], self._known[index][shown], strict=True)
-        for (keys, one), item, span, own in zip(known, media[shown], plan.spans, hashes, strict=True):
+        for (keys, one), span, own in zip(known, plan.spans, hashes, strict=True):
             if keys is None:
                 continue
             if one is None:
-                entries.append(_kept(keys, span, own))
-            if item.uuid is not None and item.source is not None:  # a later request may leave out the source
-                named = self._keys_of_item(msgspec.structs.replace(item, source=None), _counts(media))
-                entries.append(_kept(named, span, own))
+                entries += [_kept(key, span, own) for key in (keys, keys.named) if key is not None]
         if entries:
             self._shared.keep(entries)
 
     def _keys_of(self, media: Sequence[Media]) -> list[_Keys | None]:
         """Return the keys of each item of a prompt, or None if its plan is not kept.
 
-        Embeddings are no media, and only texts are sources that this request itself has named.
+        Embeddings are no media. Data that are kept under a `uuid` are found by the `uuid`, because another worker may
+        have got other data for it since then.
         """
-        counts = _counts(media)
-        return [
-            self._keys_of_item(item, counts)
-            if not item.is_embeddings and all(part is None or type(part) is str for part in _parts(item))
-            else None
-            for item in media
-        ]
+        counts = repr(sorted(Counter(item.kind for item in media).items()))
+        return [None if item.is_embeddings else self._keys_of_item(item, counts) for item in media]
 
-    def _keys_of_item(self, item: Media, counts: str) -> _Keys:
-        texts = [part for part in _parts(item) if part is not None]
+    def _keys_of_item(self, item: Media, counts: str) -> _Keys | None:
+        parts = item.source if isinstance(item.source, tuple) else (item.source,)
+        if item.uuid is None and not all(type(part) is str for part in parts):
+            return None
+        texts = [part for part in parts if isinstance(part, str)]
         options = [self._hashing.options, item.kind, asdict(item.options), item.uuid]
         lengths = [len(text) for text in texts]
         digest = blake3(repr([*self._domain, options, lengths]).encode())
@@ -202,16 +214,10 @@ class KnownMedia:
         own = digest.digest(_KEY_BYTES)
         # Base64 may begin with a slash, too. Its plan is then forgotten early.
         is_url = any(scheme_of(text) not in ("", "data") or text.startswith("/") for text in texts)
-        return _Keys(own, blake3(own + counts.encode()).digest(_KEY_BYTES), is_url)
-
-
-def _parts(item: Media) -> Sequence[Any]:
-    return item.source if isinstance(item.source, tuple) else (item.source,)
-
-
-def _counts(media: Sequence[Media]) -> str:
-    """Return the numbers of items of each kind as text."""
-    return repr(sorted(Counter(item.kind for item in media).items()))
+        named = None
+        if item.uuid is not None and texts:
+            named = self._keys_of_item(msgspec.structs.replace(item, source=None), counts)
+        return _Keys(own, blake3(own + counts.encode()).digest(_KEY_BYTES), is_url, named)
 
 
 def _kept(keys: _Keys, span: PlannedSpan, own: str) -> Kept:

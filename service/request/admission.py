@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
@@ -19,12 +20,20 @@ from service.http.clients import Client
 class Admission:
     """The requests in progress: at most `limit` requests at a time, each for at most `timeout_s` seconds.
 
-    Their answers have at most `max_logprobs` log-probabilities together, unless a single answer has more.
+    Their answers have at most `max_logprobs` log-probabilities and `max_tensor_bytes` bytes of tensors together, unless
+    a single answer has more.
     """
 
-    def __init__(self, limit: int, timeout_s: float, max_logprobs: int = sys.maxsize) -> None:
+    def __init__(
+        self,
+        limit: int,
+        timeout_s: float,
+        max_logprobs: int = sys.maxsize,
+        max_tensor_bytes: int = sys.maxsize,
+    ) -> None:
         self._limit = limit
         self._max_logprobs = max_logprobs
+        self._max_tensor_bytes = max_tensor_bytes
         self._timeout_s = timeout_s
         self._live: set[_Endable] = set()
         self._idle = asyncio.Event()
@@ -52,18 +61,31 @@ class Admission:
             QueueFull: The answers of all requests in progress would have too many log-probabilities.
 
         """
+        advice = "(--max-held-logprobs). Send the request again later, or request fewer log probabilities"
+        self._hold("log probabilities", count, self._max_logprobs, advice)
+
+    def hold_tensors(self, num_bytes: int) -> None:
+        """Count `num_bytes` bytes of tensors in the current request's answer until the request ends.
+
+        Raises:
+            QueueFull: The answers of all requests in progress would have too many bytes.
+
+        """
+        advice = "(--max-held-bytes). Send the request again later, or with mm_payload none"
+        self._hold("bytes of tensors", num_bytes, self._max_tensor_bytes, advice)
+
+    def _hold(self, noun: str, count: int, limit: int, advice: str) -> None:
         if not count:
             return
         request = _current.get()
         assert request is not None, "only an admitted request is answered"
-        held = sum(other.num_logprobs for other in self._live if other is not request)
-        if held and held + count > self._max_logprobs:
+        held = sum(other.held[noun] for other in self._live if other is not request)
+        if held and held + count > limit:
             raise QueueFull(
-                f"with this request, the answers of all requests in progress would have {held + count} log "
-                f"probabilities; the limit is {self._max_logprobs} (--max-held-logprobs). Send the request again "
-                "later, or request fewer log probabilities"
+                f"with this request, the answers of all requests in progress would have {held + count} {noun}; the "
+                f"limit is {limit} {advice}"
             )
-        request.num_logprobs = count
+        request.held[noun] = count
 
     @asynccontextmanager
     async def admit(
@@ -134,8 +156,8 @@ class _Endable:
         self._task: asyncio.Task[object] | None = None
         self._cancelling = 0
         self._cause: MindieMMError | None = None
-        self.num_logprobs = 0
-        """Number of log-probabilities that the answer may have, as far as `Admission.hold_logprobs` counts them."""
+        self.held = Counter[str]()
+        """Sizes of the answer that `Admission` limits, by noun."""
 
     @property
     def cause(self) -> MindieMMError | None:

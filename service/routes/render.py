@@ -152,11 +152,13 @@ class _Rendering:
     async def rendered(self, made: Made[PlannedPrompt]) -> list[GenerateRequest]:
         """Return the answers for planned prompts."""
         several = len(made.results) > 1
+        if (tensors := self.tensors) is not None:
+            self.call.service.admission.hold_tensors(sum(tensors.num_bytes(plan) for plan in made.results))
         answers = []
         for index, (plan, media) in enumerate(zip(made.results, made.media, strict=True)):
             hashes = await off_loop(num_bytes(media), partial(hashes_of, plan, media, self.hashing))
             if self.known is not None and hashes:
-                self.known.keep(index, [item for item, _ in media], plan, hashes)
+                self.known.keep(index, plan, hashes)
             answer = partial(self._answer, plan, hashes, f"-{index}" if several else "")
             answers.append(answer() if self.tensors is None else await in_thread(answer))
         return answers

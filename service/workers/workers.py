@@ -119,15 +119,16 @@ class RenderWorker(Supervised):
             if not reply.done():
                 reply.set_result(received.report)
         else:
-            task = asyncio.create_task(self._send_reports(received.number))
+            task = asyncio.create_task(self._send_reports(received.number, self.child))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _send_reports(self, number: int) -> None:
+    async def _send_reports(self, number: int, child: Child | None) -> None:
         others = [one for one in self._port.workers if one is not self]
         reports = await asyncio.gather(*(one.report() for one in others))
         found = {one.name: report for one, report in zip(others, reports, strict=True) if report is not None}
-        self._send(Reports(number, found))
+        if self.child is child:  # a successor numbers its own questions in the same way
+            self._send(Reports(number, found))
 
     def _send(self, message: ToWorker) -> None:
         assert self.child is not None

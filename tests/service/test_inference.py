@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import copy
 import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tests.vllm.checkpoints import write
 from tests.vllm.payloads import FAMILY, GENERATE, RENDER, scores, stored, tensors
 from tests.vllm.tensors import FAMILIES, chats_of
 from tests.warm import running_service
+from tools.demo import data_url, picture
 from tools.random_checkpoint import write_checkpoint
 from tools.serving import RunningService
 
@@ -38,6 +40,7 @@ SETTINGS = {
     "max_model_len": 2048,
     "max_request_bytes": 16 * MiB,
     "max_item_bytes": 8 * MiB,
+    "max_held_bytes": 20 * MiB,
     "dtype": "float32",
     "decoders": 1,
 }
@@ -187,6 +190,30 @@ def test_media_that_cannot_be_rendered_leave_nothing(client: httpx2.Client, serv
     answer = client.post(RENDER, json=chat)
     assert (answer.status_code, "media item 1 (image)" in answer.json()["error"]["message"]) == (400, True), answer.text
     assert (served.shm()["blocks"], [*(served.log.parent / "spool").iterdir()]) == (0, [])
+
+
+def test_answers_with_tensors_have_a_limit_together(client: httpx2.Client, served: RunningService) -> None:
+    """A client that does not read its answer must not let the service hold many of them."""
+    body = copy.deepcopy(STORED["one"]["chat"])
+    image = picture("red", (220, 40, 40), "square", x=0.4).resize((560, 560))
+    body["messages"][0]["content"] = [{"type": "image_url", "image_url": {"url": data_url(image)}}] * 5
+    payload = post(client, RENDER, body)
+    num_bytes = len(json.dumps(payload))
+    assert SETTINGS["max_held_bytes"] / 2 < num_bytes < SETTINGS["max_held_bytes"], "one fits, and two do not"
+    with httpx2.Client(base_url=served.url, timeout=120) as slow, slow.stream("POST", RENDER, json=body) as unread:
+        assert unread.status_code == 200
+        refused = client.post(RENDER, json=body)
+        assert (refused.status_code, "(--max-held-bytes)" in refused.text) == (429, True), refused.text
+        assert refused.headers["retry-after"]
+        assert none(client, body)["token_ids"] == payload["token_ids"]
+    deadline = time.monotonic() + 60
+    while client.get("/load").json()["server_load"] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert post(client, RENDER, body)["features"] == payload["features"]
+
+
+def none(client: httpx2.Client, body: Payload) -> Any:
+    return post(client, RENDER, body | {"mm_payload": "none"})
 
 
 def test_a_client_that_leaves_frees_the_media(client: httpx2.Client, served: RunningService) -> None:

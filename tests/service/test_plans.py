@@ -51,7 +51,7 @@ def known(shared: Alone, owner: bytes = b"key", salt: str = "", **options: Any) 
 async def keep(shared: Alone, *media: Media, by_counts: bool = False) -> None:
     view = known(shared)
     await view.find([request(*media)])
-    view.keep(0, media, planned(*media, by_counts=by_counts), [f"hash {index}" for index in range(len(media))])
+    view.keep(0, planned(*media, by_counts=by_counts), [f"hash {index}" for index in range(len(media))])
 
 
 async def found(view: KnownMedia, *media: Media) -> list[str | None]:
@@ -120,9 +120,11 @@ async def test_a_uuid_names_the_data_that_came_last() -> None:
     view = known(shared)
     other, again = Media("image", DATA + "AA", uuid="name"), Media("image", DATA, uuid="name")
     for item, own in ((other, "hash of the other"), (again, "hash again")):
-        await view.find([request(item)])
-        view.keep(0, [item], planned(item), [own])
-        assert await found(known(shared), by_name) == [own]
+        assert await found(view, item) == [None], "the store of data must get them"
+        view.keep(0, planned(item), [own])
+        assert await found(known(shared), by_name) == await found(known(shared), item) == [own]
+        kept_before = Media("image", b"data", uuid="name")
+        assert await found(known(shared), kept_before) == [own], "another worker may have got other data since then"
 
 
 @pytest.mark.parametrize(("url_s", "is_known"), [(0, False), (60, True)])

@@ -205,6 +205,19 @@ def test_a_uuid_without_data_has_the_hash_of_its_first_request(render: httpx2.Cl
     assert first["features"]["mm_hashes"]["image"] == ["red"]
 
 
+def test_a_uuid_names_the_data_that_came_last(render: httpx2.Client, red_square: str) -> None:
+    """Its data may be kept, and be planned already, as those of another request before."""
+    other = data_url(picture("green", (40, 160, 60), "star", x=0.5).resize((112, 112)))
+
+    def rendered(url: str | None) -> dict[str, Any]:
+        part = {"type": "image_url", "image_url": {"url": url}, "uuid": "again"}
+        return none(render, {"messages": [{"role": "user", "content": [part]}]})["features"]
+
+    for url in (red_square, other, red_square, other):
+        assert rendered(url) == rendered(None)
+    assert rendered(red_square) != rendered(other)
+
+
 def test_bad_words_are_sent_as_words(render: httpx2.Client) -> None:
     sent = none(render, chat(bad_words=["red"], max_tokens=1))["sampling_params"]
     assert sent == {"bad_words": ["red"], "max_tokens": 1}
