@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from mindie_mm.settings.config import GiB, WorkerConfig
 from tests.docker.dockerfile import FOLDER, ROOT
 from tests.docker.settings import VARIABLES
 from tests.docker.test_compose import VERSION, validate
@@ -37,6 +38,14 @@ def test_the_render_server_has_the_model_and_context_of_the_vllm_servers() -> No
     assert {name for name in environment if name.startswith("MINDIE_MM_")} <= VARIABLES
     assert render["image"] == f"mindie_mm:{VERSION}-cpu"
     assert "ports" not in render, "it has no key"
+
+
+def test_dev_shm_has_room_for_the_arena_of_each_worker() -> None:
+    render = SERVICES["render"]
+    workers = render["environment"]["MINDIE_MM_WORKERS"]
+    assert render["shm_size"] == f"{workers}g"
+    assert "MINDIE_MM_ARENA_BYTES" not in render["environment"]
+    assert WorkerConfig().arena_bytes <= GiB // 2
 
 
 def test_each_vllm_server_has_a_device_of_its_own_and_the_client_knows_all() -> None:
