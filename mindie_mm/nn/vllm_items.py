@@ -33,12 +33,17 @@ _Shape = Annotated[tuple[_Size, ...], msgspec.Meta(max_length=_MAX_AXES)]
 
 
 class Element(msgspec.Struct, frozen=True):
-    """A tensor of an item."""
+    """A tensor of an item that is read. Its `field` is skipped, because a hostile one may have millions of objects."""
 
     data: tuple[str, _Shape, Ext]
     """Dtype, shape, and bytes in little-endian order."""
-    field: Any = None
-    """How vLLM joins the tensors of several items. Ignored when an item is read."""
+
+
+class WrittenElement(Element, frozen=True):
+    """A tensor of an item that is written."""
+
+    field: list[Any]
+    """How vLLM joins the tensors of several items."""
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -158,8 +163,8 @@ class PatchLayout(msgspec.Struct, frozen=True):
             raise InputError(f"the frames of an image in {self.pixels} differ; they must be equal")
 
 
-def _element(array: NDArray[Any], field: list[Any]) -> Element:
-    return Element((str(array.dtype), array.shape, Ext(_RAW, array.data.cast("B"))), field)
+def _element(array: NDArray[Any], field: list[Any]) -> WrittenElement:
+    return WrittenElement((str(array.dtype), array.shape, Ext(_RAW, array.data.cast("B"))), field)
 
 
 def _tensor(elements: Mapping[str, Element], key: str, dtype: str) -> NDArray[Any]:

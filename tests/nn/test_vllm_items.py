@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from typing import Any
 
 import msgspec
@@ -59,3 +60,17 @@ def test_times_that_no_video_has_are_refused(dtype: str, shape: list[int], value
     item[VIDEO.seconds]["data"] = [dtype, shape, Ext(3, np.array(values, dtype).tobytes())]
     with pytest.raises(InputError, match="second_per_grid_ts"):
         VIDEO.read(msgspec.msgpack.encode(item))
+
+
+def test_what_is_not_needed_is_skipped_without_memory() -> None:
+    """Each byte of it could become an object of 64 bytes."""
+    item = {"pixels": {"data": ["uint8", [1], Ext(3, b"1")], "field": [[]] * 10**6, "more": [[]] * 10**6}}
+    encoded = msgspec.msgpack.encode(item)
+    tracemalloc.start()
+    try:
+        with pytest.raises(InputError, match="no tensor image_grid_thw"):
+            IMAGE.read(encoded)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 10**5 < len(encoded)
