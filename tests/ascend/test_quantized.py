@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 
 import numpy as np
@@ -199,3 +200,45 @@ def test_experts_of_layers_of_our_own_stay_in_8_bits(tmp_path):
     ids = torch.arange(10, 40)
     exact, rounded = (load_model(tmp_path, device="cpu", dtype=dtype).logits(ids) for dtype in ("float32", "bfloat16"))
     assert (logits - exact).norm() <= 1.2 * (rounded - exact).norm()
+
+
+def refusals(folders: list[str]) -> list[str]:
+    """Return the messages with which checkpoints are refused."""
+    import torch_npu  # noqa: F401
+
+    from mindie_mm.errors import UnsupportedCheckpoint
+    from mindie_mm.models import load_model
+
+    messages = []
+    for folder in folders:
+        with pytest.raises(UnsupportedCheckpoint) as refused:
+            load_model(folder, device="npu", dtype="bfloat16")
+        messages.append(str(refused.value))
+    return messages
+
+
+def test_experts_that_do_not_fit_the_model_are_refused_as_on_other_devices(tmp_path):
+    """Transformers compares the shapes of dequantized experts with the model's."""
+    from safetensors.torch import load_file, save_file
+
+    from mindie_mm.errors import UnsupportedCheckpoint
+    from mindie_mm.models import load_model
+    from tests.models.modelslim import quantize
+    from tests.models.test_qwen3_vl_moe import TestQwen3VLMoe, separate_experts
+
+    def narrower(name: str, weight: torch.Tensor) -> torch.Tensor:
+        return weight[:, :-8] if "down_proj" in name else weight[:-8]
+
+    TestQwen3VLMoe.write_checkpoint(tmp_path)
+    folders = []
+    for numbers in (r"\d+", "1"):  # all experts, or one of them
+        folder = separate_experts(tmp_path, tmp_path / f"packed {len(folders)}")
+        weights = load_file(folder / "model.safetensors")
+        for name in [name for name in weights if re.search(rf"\.experts\.{numbers}\.", name)]:
+            weights[name] = narrower(name, weights[name]).contiguous()
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        quantize(folder, lambda name, _: "W8A8_DYNAMIC" if ".experts." in name else None)
+        folders.append(str(folder))
+    for folder, message in zip(folders, call(refusals, folders), strict=True):
+        with pytest.raises(UnsupportedCheckpoint, match=re.escape(message)):
+            load_model(folder, device="cpu", dtype="bfloat16")

@@ -82,10 +82,9 @@ class Placing:
         return True
 
     def incomplete_experts(self, model: nn.Module) -> Iterator[tuple[str, PackedWeight]]:
-        """Yield the kept weights of layers of which others were not kept, and forget them."""
+        """Yield the kept weights of layers whose kept weights are not exactly those of `model`, and forget them."""
         for path, found in [*self._experts.items()]:
-            layer: Any = model.get_submodule(path)
-            if len(found) < len(_PROJECTIONS) * len(layer.down_proj):
+            if {key: weight.shape for key, (_, weight) in found.items()} != _shapes(model.get_submodule(path)):
                 yield from self._experts.pop(path).values()
 
     def _take_bias(self, path: str, layer: Any, bias: Tensor) -> bool:
@@ -162,6 +161,15 @@ class Placing:
 def _add_bias(norm: Any, _: Any, normed: Tensor) -> Tensor:
     shifted: Tensor = normed + norm.bias
     return shifted
+
+
+def _shapes(layer: Any) -> dict[tuple[str, int], tuple[int, ...]]:
+    """Return the shape of each projection of each expert of a transformers layer."""
+    count, width, inner = layer.down_proj.shape
+    if layer.is_transposed:
+        width, inner = inner, width
+    shapes = {"gate": (inner, width), "up": (inner, width), "down": (width, inner)}
+    return {(name, expert): shape for name, shape in shapes.items() for expert in range(count)}
 
 
 def _submodule(model: nn.Module, path: str) -> nn.Module | None:
