@@ -71,13 +71,24 @@ def _names_in(path: tuple[str, ...]) -> frozenset[str]:
 
 def _entries() -> Mapping[str, EntryPoint]:
     """Return the families of other packages, by name."""
-    return _entries_on(tuple(sys.path))
+    return _entries_on(tuple((folder, _changed_ns(folder)) for folder in sys.path))
 
 
 @functools.lru_cache(maxsize=1)
-def _entries_on(path: tuple[str, ...]) -> Mapping[str, EntryPoint]:
-    """Return the families of packages on `path`. This is slow, because it reads the metadata of all packages."""
+def _entries_on(path: tuple[tuple[str, int], ...]) -> Mapping[str, EntryPoint]:
+    """Return the families of packages on `path`, whose folders have the times of their last changes.
+
+    This is slow, because it reads the metadata of all packages.
+    """
     return {entry.name: entry for entry in entry_points(group=GROUP)}
+
+
+def _changed_ns(folder: str) -> int:
+    """Return when a file was last added to a folder, as a package that is installed adds one, or 0 without a folder."""
+    try:
+        return Path(folder).stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def name_of(family: type[Family]) -> str:

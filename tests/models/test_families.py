@@ -135,6 +135,21 @@ def test_an_unknown_family_is_refused_by_name(random_checkpoint, name):
         LLM(random_checkpoint, family=name)
 
 
+def install(folder, name):
+    """Install a package whose entry point refers to a family called `name`."""
+    info = folder / "broken-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[mindie_mm.models]\n{name} = broken_family:Mine\n")
+
+
+def test_a_family_that_is_installed_after_a_lookup_is_found(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "mine" not in family_names()
+    install(tmp_path, "mine")
+    assert "mine" in family_names()
+
+
 @pytest.mark.parametrize(
     ("module", "message"),
     [
@@ -144,10 +159,7 @@ def test_an_unknown_family_is_refused_by_name(random_checkpoint, name):
     ],
 )
 def test_an_entry_point_that_is_not_a_family_is_named(tmp_path, monkeypatch, module, message):
-    info = tmp_path / "broken-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[mindie_mm.models]\nmine = broken_family:Mine\n")
+    install(tmp_path, "mine")
     if module is not None:
         (tmp_path / "broken_family.py").write_text(module)
     monkeypatch.syspath_prepend(tmp_path)
