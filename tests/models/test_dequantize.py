@@ -5,6 +5,7 @@ import logging
 import math
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from mindie_mm.models import load_model
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.weights.formats import format_of
 from mindie_mm.nn.weights.formats.float8 import Float8Weight
+from mindie_mm.nn.weights.formats.packed import block_of
 from mindie_mm.nn.weights.quantized import check_quantization, is_quantized, quantization, try_layers
 from mindie_mm.nn.weights.stored_tensors import check_scaled
 from tests.models.golden import GOLDEN, drawn_weights, write_checkpoint
@@ -191,6 +193,22 @@ def test_uint8_scales_are_exponents():
     scales = torch.tensor([[127, 128], [126, 127]], dtype=torch.uint8)
     weight = Float8Weight(torch.ones(2, 3).to(torch.float8_e4m3fn), scales, (1, 2))
     assert weight.dequantized().tolist() == [[1, 1, 2], [0.5, 0.5, 1]]
+
+
+@pytest.mark.parametrize("size", [[128], [], [0, 128], [-128, 128], [128, 128, 128], "128", 128, ["a", "b"], [None, 1]])
+@pytest.mark.parametrize("method", ["fp8", "compressed-tensors"])
+def test_blocks_without_two_positive_sizes_are_refused_from_the_settings(method, size, random_checkpoint):
+    """`mindie-mm doctor` judges the settings alone."""
+    group = {"weights": {"type": "float", "num_bits": 8, "block_structure": size or "none"}}
+    stated = {"weight_block_size": size, "config_groups": {"all": group}, "format": "float-quantized"}
+    own = Checkpoint.open(random_checkpoint)
+    settings = {"quantization_config": {"quant_method": method, **stated}}
+    with pytest.raises(UnsupportedCheckpoint, match="it must be two positive integers"):
+        format_of(replace(own, config={**own.config, **settings}))
+
+
+def test_blocks_of_older_releases_are_read():
+    assert block_of("16x32") == block_of([16, 32]) == (16, 32)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mindie_mm.device import QuantizedWeight, StaticInput
-from mindie_mm.nn.weights.formats.packed import Format, IntegerWeight, PackedWeight, require
+from mindie_mm.nn.weights.formats.packed import Format, IntegerWeight, PackedWeight, block_of, require
 from mindie_mm.nn.weights.formats.packed_integers import unpacked
 
 _FORMATS = frozenset({"int-quantized", "naive-quantized", "pack-quantized", "mixed-precision"})
@@ -90,7 +90,7 @@ class CompressedTensors(Format):
                 raise ValueError(f"weight_packed has {len(values)} rows; weight_shape states {rows}")
             if zeros is not None and zeros.dtype == torch.int32:
                 zeros = _signed(zeros.T, bits, rows).T
-        block = (group.weights.get("block_structure") or (1, 1))[0]
+        block, _ = block_of(group.weights.get("block_structure") or (1, 1))
         scales = _of_groups("weight_scale", parts["weight_scale"], len(values), block)
         zeros = None if zeros is None else _of_groups("weight_zero_point", zeros, len(values), block)
         zeros = zeros if zeros is not None and zeros.any() else None

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from mindie_mm.device import FLOAT8, Device, QuantizedWeight
-from mindie_mm.nn.weights.formats.packed import Format, PackedWeight
+from mindie_mm.nn.weights.formats.packed import Block, Format, PackedWeight, block_of
 from mindie_mm.nn.weights.quantized import method_of
 
 _LIBRARIES: Mapping[str, str] = {"fp8": "kernels", "mxfp8": "kernels", "fbgemm_fp8": "fbgemm_gpu"}
@@ -36,8 +36,6 @@ _NAN = 0x7F
 _LEAST_GROUP, _LARGEST_SCALE = 32, 128.0
 """Weights with smaller groups or larger scales are dequantized: scales would take much memory, or overflow in compiled
 code."""
-
-Block = tuple[int, int]
 
 
 class Float8(Format):
@@ -63,7 +61,7 @@ class Float8(Format):
         if (settings.get("expert_dtype") or "fp8") != "fp8":
             return None
         block = settings.get("weight_block_size", (1, 32) if method == "mxfp8" else (128, 128))
-        return cls("_scale_inv", None if block is None else (block[0], block[1]))
+        return cls("_scale_inv", None if block is None else block_of(block))
 
     @classmethod
     def _of_compressed_tensors(cls, settings: Mapping[str, Any]) -> Self | None:
@@ -120,8 +118,8 @@ class Float8Weight(PackedWeight):
         self._numbers, (self._scales, self._group) = numbers, _of_groups(factors, numbers.shape, block)
 
     def dequantized(self) -> Tensor:
-        scales = self._scales.repeat_interleave(self._group, -1)[..., : self.shape[-1]]
-        return self._numbers.float() * scales
+        groups = self._numbers.float().unflatten(-1, (-1, self._group))
+        return (groups * self._scales.unsqueeze(-1)).flatten(-2)
 
     def stays_packed(self, device: Device) -> bool:
         """Return whether the device multiplies by these numbers exactly as by the dequantized weight."""
@@ -150,7 +148,7 @@ def runs_in_transformers(settings: Mapping[str, Any], device: Device) -> bool:
 
 def _block(weights: Mapping[str, Any]) -> Block | None:
     if block := weights.get("block_structure"):
-        return block[0], block[1]
+        return block_of(block)
     return (1, size) if (size := weights.get("group_size") or 0) > 0 else None
 
 

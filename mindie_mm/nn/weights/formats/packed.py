@@ -12,6 +12,9 @@ from torch import Tensor, nn
 
 from mindie_mm.device import Device, QuantizedWeight
 
+Block = tuple[int, int]
+"""Rows and columns that share a scale."""
+
 
 class PackedWeight(ABC):
     """The weight of a linear layer [outputs, inputs] with fewer than 16 bits per number."""
@@ -104,6 +107,21 @@ class Format(ABC):
             parts: Its tensors, by their names in `parts`.
 
         """
+
+
+def block_of(stated: Any) -> Block:
+    """Return the size of blocks that settings state. Raise ValueError unless it is two positive integers.
+
+    Older releases of compressed-tensors write 128x128.
+    """
+    sizes = stated.split("x") if isinstance(stated, str) else stated
+    try:
+        rows, columns = map(int, sizes)
+    except (TypeError, ValueError):
+        rows = columns = 0
+    if rows < 1 or columns < 1:
+        raise ValueError(f"blocks have the size {stated!r}; it must be two positive integers, rows and columns")
+    return rows, columns
 
 
 def require(name: str, tensor: Tensor, dtype: torch.dtype, *shapes: tuple[int, ...]) -> Tensor:
