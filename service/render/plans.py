@@ -28,7 +28,7 @@ from mindie_mm.tokenize.requests import TokenizeRequest
 from service.render.answer import Hashing
 
 _KEY_BYTES = 32
-_ENTRY_BYTES = 512
+_ENTRY_BYTES = 768
 """Memory of an entry in addition to its value."""
 _NEVER_S = 1e9
 

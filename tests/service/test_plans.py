@@ -145,7 +145,7 @@ async def test_a_url_is_known_for_a_time(url_s: int, is_known: bool, monkeypatch
 
 async def test_the_least_recently_used_plans_are_forgotten() -> None:
     value = len(msgspec.msgpack.encode(KnownItem(KnownPlan(b"plan", b"digest"), "hash 0")))
-    shared = Alone(ServiceConfig(plan_cache_bytes=2 * (512 + value)))
+    shared = Alone(ServiceConfig(plan_cache_bytes=2 * (768 + value)))
     first, second, third = (Media("image", DATA + end) for end in ("AA", "BB", "CC"))
     await keep(shared, first)
     await keep(shared, second)
