@@ -118,7 +118,7 @@ class Float8Weight(PackedWeight):
         self._numbers, (self._scales, self._group) = numbers, _of_groups(factors, numbers.shape, block)
 
     def dequantized(self) -> Tensor:
-        groups = self._numbers.float().unflatten(-1, (-1, self._group))
+        groups: Tensor = self._numbers.float().unflatten(-1, (-1, self._group))
         return (groups * self._scales.unsqueeze(-1)).flatten(-2)
 
     def stays_packed(self, device: Device) -> bool:
