@@ -154,17 +154,16 @@ UNDECODED = {
     "HEIC": heif([coded(np.asarray(photograph(size=(300, 100))))]),
 }
 """Images that are planned without decoding them."""
+FRAMES = moving_frames(9)
 UNDECODED_VIDEOS = {
-    "H.264 in MP4": encode_video(moving_frames(17)),
-    "H.264 in MOV": encode_video(moving_frames(9), container="mov"),
-    "HEVC in MKV": encode_video(moving_frames(9), container="matroska", codec="libx265"),
-    "VP8 in WebM": encode_video(moving_frames(9), container="webm", codec="libvpx"),
-    "VP9 in WebM": encode_video(moving_frames(9), container="webm", codec="libvpx-vp9"),
-    "AV1 in MP4": encode_video(moving_frames(9), codec="libsvtav1"),
+    "H.264 in MP4": {"container": "mp4"},
+    "H.264 in MOV": {"container": "mov"},
+    "HEVC in MKV": {"container": "matroska", "codec": "libx265"},
+    "VP8 in WebM": {"container": "webm", "codec": "libvpx"},
+    "VP9 in WebM": {"container": "webm", "codec": "libvpx-vp9"},
+    "AV1 in MP4": {"codec": "libsvtav1"},
 }
-"""Videos that are planned without decoding them."""
-UNCOUNTED = encode_video(moving_frames(9), codec="mpeg4")
-"""A video whose frames are counted by decoding, because its packets may hold several frames or none."""
+"""Arguments of `encode_video` for videos that are planned without decoding them."""
 
 
 @pytest.fixture
@@ -187,15 +186,17 @@ def no_decoding(monkeypatch) -> None:
         monkeypatch.setattr(place, decode)
 
 
-@pytest.mark.parametrize(
-    "item",
-    [*({"image": image} for image in UNDECODED.values()), *({"video": video} for video in UNDECODED_VIDEOS.values())],
-    ids=[*UNDECODED, *UNDECODED_VIDEOS],
-)
+@pytest.mark.parametrize("name", UNDECODED)
 @pytest.mark.usefixtures("no_decoding")
-def test_media_are_planned_without_decoding(tokenizer, item):
-    plan = tokenizer.plan(chat(item))
-    assert plan.spans[0].num_features > 1
+def test_images_are_planned_without_decoding(tokenizer, name):
+    assert tokenizer.plan(chat({"image": UNDECODED[name]})).spans[0].num_features > 1
+
+
+@pytest.mark.parametrize("name", UNDECODED_VIDEOS)
+@pytest.mark.usefixtures("no_decoding")
+def test_videos_are_planned_without_decoding(tokenizer, name):
+    video = encode_video(FRAMES, **UNDECODED_VIDEOS[name])
+    assert tokenizer.plan(chat({"video": video})).spans[0].num_features > 1
 
 
 @pytest.mark.usefixtures("no_decoding")
@@ -207,5 +208,7 @@ def test_the_orientation_of_a_png_is_found_without_decoding(name):
 
 @pytest.mark.usefixtures("no_decoding")
 def test_a_plan_decodes_a_video_whose_frames_packets_do_not_count(tokenizer):
+    """Its packets may hold several frames or none."""
+    video = encode_video(FRAMES, codec="mpeg4")
     with pytest.raises(AssertionError, match="a plan decodes"):
-        tokenizer.plan(chat({"video": UNCOUNTED}))
+        tokenizer.plan(chat({"video": video}))
