@@ -20,7 +20,7 @@ from mindie_mm.decode.decoder_messages import DecoderSetup
 from mindie_mm.errors import ContextLengthExceeded, FramesMiscounted, InputError
 from mindie_mm.inputs import PROMPT, Kind, Message, Text
 from mindie_mm.media.guard.caps import decoding_to_count
-from mindie_mm.models import family_of, reading
+from mindie_mm.models import family_of, processor_of, reading
 from mindie_mm.nn.checkpoint.config_only import ConfigOnly
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Family, Placeholder, Processor
@@ -63,9 +63,9 @@ class Prompts:
         """
         checkpoint = Checkpoint.open(setup.model)
         family = family_of(checkpoint, setup.family)
+        self._processor = processor_of(checkpoint, family)
         with reading(checkpoint, family):
             checkpoint = family.translated(checkpoint)
-            self._processor = family.processor(checkpoint)
             tokenizer = family.tokenizer(checkpoint)
             sizes = sizes_of(checkpoint, family) if setup.states_sizes else Sizes()
         placeholders = [*self._processor.placeholders.values()]

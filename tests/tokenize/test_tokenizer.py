@@ -22,6 +22,7 @@ from mindie_mm.errors import (
     LimitExceeded,
     MediaError,
     TokenOutOfRange,
+    UnsupportedCheckpoint,
 )
 from mindie_mm.inputs import parse_messages, webui
 from mindie_mm.media.guard.caps import decoding_to_count
@@ -340,6 +341,15 @@ def test_a_long_prompt_is_refused_before_preprocessing(tokenizer, arena, spool):
         tokenizer.answer(joined(items, spool, 20))
     assert not (spool / "shm_name.txt").exists()
     assert arena.num_blocks == 0
+
+
+def test_media_tokens_outside_the_vocabulary_are_refused_without_an_engine(tmp_path):
+    folder = shutil.copytree(Path(mindie_mm.__file__).parent / "assets/tiny", tmp_path / "tiny")
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["vocab_size"] = 10
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedCheckpoint, match="ids must be below 10, the size of the vocabulary"):
+        Tokenizer.from_pretrained(folder)
 
 
 def test_a_rendered_prompt_beyond_the_limit_of_characters_is_refused(tmp_path):
