@@ -307,7 +307,9 @@ class WorstCase:
 
         def whole() -> Part:
             smaller, larger = (one() for one in started)
-            return larger if larger.num_bytes <= _LINEAR * smaller.num_bytes else part(largest)()
+            grows_evenly = larger.num_bytes <= _LINEAR * smaller.num_bytes
+            # Ranks must agree, because a tower whose weights are shared computes on all of them together.
+            return larger if self._ranks.all_reduce_min(int(grows_evenly)) else part(largest)()
 
         return whole
 
