@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("copied_workers")
 
 SURPLUS = 4 * ANSWER_TOKENS
 SHORT = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
 
 
 def unchanged():

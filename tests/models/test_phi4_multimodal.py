@@ -33,7 +33,7 @@ from mindie_mm.tokenize.prompt import PromptOptions
 from mindie_mm.tokenize.requests import request_of_items
 from tests.models.contract import NUM_TOKENS, ExtremeShapes, FamilyContract, picture, refusals, run
 from tests.models.references import Reference as BaseReference
-from tests.models.small_checkpoints import changed, read_model, save_json, save_model, save_tokenizer
+from tests.models.small_checkpoints import changed, save_json, save_model, save_tokenizer
 from tests.sound_samples import tone
 
 NAMES = {"image_token": "<|endoftext10|>", "audio_token": "<|endoftext11|>"}
@@ -129,7 +129,7 @@ class Reference(BaseReference):
     markers: ClassVar = {"image": NAMES["image_token"], "audio": NAMES["audio_token"]}
 
     def __init__(self, path):
-        model = read_model(Phi4MultimodalForCausalLM, path)
+        model = Phi4MultimodalForCausalLM.from_pretrained(path, dtype=torch.float32)  # `_scale_towers` changed it
         # With sdpa, transformers' tower attends causally to tiles without padding.
         model.set_attn_implementation({"vision_config": "eager"})
         super().__init__(model, Phi4MultimodalProcessor.from_pretrained(path))
