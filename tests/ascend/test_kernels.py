@@ -536,7 +536,7 @@ def examined() -> list[tuple[str, str, str]]:
 
 def test_doctor_shows_the_difference_and_the_time_of_each_operator():
     found = call(examined, wrong="npu_rotary_mul:undefined row", missing="npu_rms_norm")
-    assert len(found) == 38
+    assert len(found) == 40
     for subject, status, text in found:
         if subject.startswith("npu_rms_norm"):
             assert status == "warning"

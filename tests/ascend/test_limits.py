@@ -267,9 +267,15 @@ REFUSED: dict[str, tuple[Callable[..., Any], Any, str]] = {
     "sums of rows of experts": (routed, {"expert_tokens_num_type": 0}, "must be 1 or 2"),
     "experts that drop rows": (routed, {"drop_pad_mode": 1}, "drop_pad_mode"),
     "rows quantized by a given scale": (routed, {"quant_mode": 0}, "quant_mode"),
+    "scales of routed rows in float16": (routed, {"scale": zeros(2)}, "must be float32"),
     "fewer rows than routed": (routed, {"active_num": 5}, "active_num"),
     "experts beyond their number": (routed, {"active_expert_range": [2, 5]}, "active_expert_range"),
     "grouped products of two dtypes": (grouped, {"weight": zeros(3, 8, 16, dtype=FULL)}, "weight expected dtype"),
+    "grouped products of int8 without scales": (
+        grouped,
+        {"x": zeros(6, 8, dtype=torch.int8), "weight": zeros(3, 8, 16, dtype=torch.int8)},
+        "both scales",
+    ),
     "groups of int32": (grouped, {"group_list": torch.tensor([2, 0, 4], dtype=torch.int32)}, "must be int64"),
     "fewer groups than weights": (grouped, {"group_list": torch.tensor([2, 4])}, "group_list has 2 groups"),
     "the size of one group": (
