@@ -137,7 +137,7 @@ def create_app(
                 model_names=model_names,
                 spool=spool,
                 media=MediaPolicy(config),
-                kept=KeptMedia(config.media_uuid_bytes, knows_plans=worker.only_plans),
+                kept=KeptMedia(config.media_uuid_bytes),
                 responses=ResponseStore(
                     config.stored_response_bytes, config.response_store_age_s, has_keys=config.has_keys
                 ),

@@ -70,7 +70,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     chat: bool = True
     """True if rows of items are formatted as one user turn when the checkpoint has a chat template."""
     parse_special: Switch = "on"
-    """True if texts without a template may contain control tokens, except those of media items. A row may set this
+    """`on` if texts without a template may contain control tokens, except those of media items. A row may set this
     itself."""
     max_tokens: int = 0
     """Maximum number of tokens of a row, or 0 for no limit. A row with more tokens fails."""

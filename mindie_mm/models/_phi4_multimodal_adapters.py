@@ -136,7 +136,7 @@ class AdapterChoice:
         self._numbers = numbers.to(device)
         self._dtype = dtype
         self.mask = torch.empty(0, device=device)
-        """True if each column belongs to the row's adapter, [T, sum of ranks], as 0 or 1."""
+        """1 for each column that belongs to the adapter of its row, else 0, [T, sum of ranks]."""
 
     def placed(self, weights: Tensor) -> Tensor:
         """Return weights of an adapter on the model's device and in its dtype."""

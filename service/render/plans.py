@@ -21,7 +21,7 @@ from cachetools import TLRUCache
 
 from mindie_mm.inputs import KnownPlan, Media
 from mindie_mm.media.fetch.urls import scheme_of
-from mindie_mm.processes.tasks import in_thread
+from mindie_mm.processes.tasks import off_loop
 from mindie_mm.settings.config import ServiceConfig
 from mindie_mm.tokenize.prompt import PlannedPrompt, PlannedSpan
 from mindie_mm.tokenize.requests import TokenizeRequest
@@ -159,7 +159,9 @@ class KnownMedia:
         An item with data and a `uuid` is known only if the `uuid` still refers to the same data. Otherwise, the store
         of data by `uuid` must get the data.
         """
-        self._keys = [await in_thread(partial(self._keys_of, request.media)) for request in requests]
+        self._keys = [
+            await off_loop(_length(request.media), partial(self._keys_of, request.media)) for request in requests
+        ]
         asked = [key for own in self._keys for one in own if one for key in one.all]
         found = iter(await self._shared.find(asked) if asked else [])
         decoder = msgspec.msgpack.Decoder(KnownItem)
@@ -202,7 +204,7 @@ class KnownMedia:
         return [None if item.is_embeddings else self._keys_of_item(item, counts) for item in media]
 
     def _keys_of_item(self, item: Media, counts: str) -> _Keys | None:
-        parts = item.source if isinstance(item.source, tuple) else (item.source,)
+        parts = _parts(item)
         if item.uuid is None and not all(type(part) is str for part in parts):
             return None
         texts = [part for part in parts if isinstance(part, str)]
@@ -218,6 +220,15 @@ class KnownMedia:
         if item.uuid is not None and texts:
             named = self._keys_of_item(msgspec.structs.replace(item, source=None), counts)
         return _Keys(own, blake3(own + counts.encode()).digest(_KEY_BYTES), is_url, named)
+
+
+def _parts(item: Media) -> Sequence[object]:
+    return item.source if isinstance(item.source, tuple) else (item.source,)
+
+
+def _length(media: Sequence[Media]) -> int:
+    """Return the number of characters to hash."""
+    return sum(len(part) for item in media for part in _parts(item) if isinstance(part, str))
 
 
 def _kept(keys: _Keys, span: PlannedSpan, own: str) -> Kept:

@@ -118,7 +118,7 @@ class TokenBody(Body, Settings):
     return_token_ids: bool | None = None
     """Report the ids of the prompt, and the ranges of its media."""
     output_mode: Literal["tokens", "text"] = "tokens"
-    """True if choices also have text, and log-probabilities the texts of tokens (text)."""
+    """With `text`, choices also have their text, and log-probabilities have the texts of their tokens."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: CacheSalt | None = None

@@ -31,17 +31,9 @@ class KeptMedia:
     identify an item by its bytes, never by its `uuid`.
     """
 
-    def __init__(self, max_bytes: int, *, knows_plans: bool = False) -> None:
-        """Create an empty store.
-
-        Args:
-            max_bytes: Maximum total size of the items.
-            knows_plans: Whether `filled` accepts items that are not kept, because their plans may be known. Call
-                `require_sources` when they have been looked up.
-
-        """
+    def __init__(self, max_bytes: int) -> None:
+        """Create an empty store. `max_bytes` is the maximum total size of the items."""
         self._max_bytes = max_bytes
-        self._knows_plans = knows_plans
         self._items = LRUCache[bytes, _Data](max_bytes, getsizeof=_size)
         """Items by `_key`."""
 
@@ -54,34 +46,29 @@ class KeptMedia:
         return int(self._items.currsize)
 
     def filled(self, messages: Sequence[Message], owner: bytes, salt: str) -> list[Message]:
-        """Return messages with the data of the items that have only a `uuid`.
+        """Return messages with the data of the items that have only a `uuid`, as far as their data are kept.
+
+        `require_sources` refuses the others, when their plans have been looked up.
 
         Args:
             messages: Messages of a chat.
             owner: Digest of the API key.
             salt: The request's `cache_salt`.
 
-        Raises:
-            InputError: An item is not kept.
-
         """
-        counts = Counter[str]()
 
         def with_data(media: Media) -> Media:
-            index, index_in_kind = counts.total(), counts[media.kind]
-            counts[media.kind] += 1
-            if media.source is not None:
+            if media.source is not None or not self._max_bytes:
                 return media
-            with naming(f"media item {index} ({media.kind})"):
-                return msgspec.structs.replace(media, source=self._data(media, owner, salt, index_in_kind))
+            return msgspec.structs.replace(media, source=self._items.get(_key(media, owner, salt)))
 
         return messages_with_media(messages, with_data)
 
-    def require_sources(self, media: Sequence[Media]) -> None:
-        """Raise InputError if an item has neither data nor a known plan."""
+    def require_sources(self, media: Sequence[Media], known: Sequence[object | None]) -> None:
+        """Raise InputError if an item of a prompt has neither data nor an entry in `known`."""
         counts = Counter[str]()
-        for index, item in enumerate(media):
-            if item.source is None:
+        for index, (item, one) in enumerate(zip(media, known, strict=True)):
+            if item.source is None and one is None:
                 with naming(f"media item {index} ({item.kind})"):
                     raise self._unknown(item, counts[item.kind])
             counts[item.kind] += 1
@@ -97,13 +84,6 @@ class KeptMedia:
                 continue
             data = await in_thread(partial(_read, files, self._max_bytes))
             self._put(_key(item, owner, salt), data)
-
-    def _data(self, media: Media, owner: bytes, salt: str, index_in_kind: int) -> _Data | None:
-        """Return the data of an item, or None if its plan may be known."""
-        data = self._items.get(_key(media, owner, salt)) if self._max_bytes else None
-        if data is None and not self._knows_plans:
-            raise self._unknown(media, index_in_kind)
-        return data
 
     def _unknown(self, media: Media, index_in_kind: int) -> InputError:
         assert media.uuid is not None, "an item without data has a uuid"

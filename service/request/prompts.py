@@ -98,13 +98,15 @@ async def spooled_prompts(
     media = [item for request in requests for item in request.media]
     with blaming(field):
         service.media.check(media)
-    found = [] if known_media is None else await known_media.find(requests)
-    known = [one for of_prompt in found for one in of_prompt] or [None] * len(media)
+    found: list[list[KnownItem | None]] = [[None] * len(request.media) for request in requests]
     if known_media is not None:
-        service.metrics.count_plans(len(known), sum(one is not None for one in known))
-    media = [item for item, one in zip(media, known, strict=True) if one is None]
+        found = await known_media.find(requests)
+        service.metrics.count_plans(len(media), sum(one is not None for of_prompt in found for one in of_prompt))
+    known = [one for of_prompt in found for one in of_prompt]
     with blaming(field):
-        service.kept.require_sources(media)
+        for request, of_prompt in zip(requests, found, strict=True):
+            service.kept.require_sources(request.media, of_prompt)
+    media = [item for item, one in zip(media, known, strict=True) if one is None]
     with ExitStack() as stack:
         changes: dict[str, Any] = {}
         spooled: list[Paths] = []

@@ -233,7 +233,7 @@ def test_the_number_of_kept_items_is_limited(tmp_path: Path, monkeypatch: pytest
     found = media_of_messages(kept.filled(chat_of("b", "c", "d"), b"owner", ""))
     assert [(item.source, item.uuid) for item in found] == [(b"data", name) for name in "bcd"]
     with pytest.raises(InputError, match="no data are kept for the uuid 'a'"):
-        kept.filled(chat_of("a"), b"owner", "")
+        kept.require_sources(media_of_messages(kept.filled(chat_of("a"), b"owner", "")), [None])
 
 
 def test_a_service_that_keeps_nothing_names_the_setting(tmp_path: Path) -> None:
@@ -241,4 +241,11 @@ def test_a_service_that_keeps_nothing_names_the_setting(tmp_path: Path) -> None:
     kept = KeptMedia(0)
     asyncio.run(kept.keep([Media("image", "data:,", uuid="a")], [tmp_path / "file"], b"owner", ""))
     with pytest.raises(InputError, match=r"media item 1 \(image\): media are not kept by uuid \(--media-uuid-bytes is"):
-        kept.filled([Message("user", (Media("image", "data:,"), *chat_of("a")[0].content))], b"owner", "")  # type: ignore[misc]
+        kept.require_sources([Media("image", "data:,"), *media_of_messages(chat_of("a"))], [None, None])
+
+
+def test_an_item_whose_plan_is_known_needs_no_data_and_counts() -> None:
+    media = media_of_messages(chat_of("a", "b"))
+    KeptMedia(100).require_sources(media, ["plan", "plan"])
+    with pytest.raises(InputError, match=r"media item 1 \(image\): Cache miss for image at index 1 .* the uuid 'b'"):
+        KeptMedia(100).require_sources(media, ["plan", None])
