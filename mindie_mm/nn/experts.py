@@ -125,8 +125,8 @@ def run(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
 def arrange(module: nn.Module) -> None:
     """Prepare the mixture-of-experts layers in `module` for its device. `module` must be loaded.
 
-    Experts with biases or norms of their own keep transformers' implementation. While layers of
-    our own are joined, the weights of one layer are in memory twice.
+    Experts with biases or norms of their own keep transformers' implementation. While layers of our own are joined, the
+    weights of one layer are in memory twice.
     """
     for part in [*module.modules()]:
         if _is_theirs(part):
