@@ -1,6 +1,6 @@
-"""Comparison of speed and memory with OpenVINO GenAI and llama.cpp's server on the CPU.
+"""Comparison of speed and memory with OpenVINO GenAI, llama.cpp's server and vLLM on the CPU.
 
-    make bench-peers                                   # installs both into build/bench-peers; about 20 minutes
+    make bench-peers                                   # installs all into build/bench-peers; about 20 minutes
     python -m bench.peers                              # `small` and `mid` of `tools.random_checkpoint`
     python -m bench.peers --checkpoints DIRECTORY --engines mindie_mm,llama_q8_0 --rounds 3
 
@@ -11,7 +11,8 @@ from a pipe.
 
 The time to the first token is the duration of a request for one token. Tokens per second are measured from the first to
 the last token of a request for 128 tokens. All figures include the time for reading and resizing the JPEG, except for
-tokens per second. Each figure is the median of the rounds.
+tokens per second. Beside busy loops, each of which takes a whole core, a client's requests per second are compared with
+those without loops in the same round. Each figure is the median of the rounds.
 """
 
 from __future__ import annotations
@@ -29,24 +30,30 @@ from bench.peers.engines import ENGINES, Engine
 from bench.peers.install import FOLDER
 from bench.report import RESULTS, write
 from bench.serve.load import Load, seeds
+from bench.serve.neighbours import busy_loops
 from bench.serve.pictures import Size
 from tools.random_checkpoint import SIZES, write_checkpoint
 
 PICTURE = Size(640, 480)
 LONG = 128
 SHORT = 16
+CLIENTS = (1, 4, 8)
+LOOPS = (1, 2)
 COLUMNS = {
     "first_token_ms": "first token, ms",
     "tokens_per_s": "tokens/s",
     "requests_per_s": "requests/s, 1 client",
     "requests_per_s_4": "requests/s, 4 clients",
+    "requests_per_s_8": "requests/s, 8 clients",
+    "kept_1": "share beside 1 busy loop",
+    "kept_2": "share beside 2 busy loops",
     "pss_mib": "memory after the load (PSS), MiB",
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the measurements, and write bench/results/peers.json and .md."""
-    parser = argparse.ArgumentParser(prog="python -m bench.peers", description="Compare with OpenVINO and llama.cpp.")
+    parser = argparse.ArgumentParser(prog="python -m bench.peers", description="Compare with OpenVINO, llama.cpp and vLLM.")
     parser.add_argument("--checkpoints", type=lambda text: text.split(","), default=["small", "mid"])
     parser.add_argument(
         "--engines", type=lambda text: text.split(","), default=list(ENGINES), help="default: " + ",".join(ENGINES)
@@ -97,12 +104,23 @@ async def _measure(options: argparse.Namespace, checkpoint: Path) -> dict[str, d
 async def _figures(engine: Engine, requests: int, numbers: Any) -> dict[str, float]:
     short = await engine.drive(Load(PICTURE, 1, requests, max_tokens=1), numbers)
     long = await engine.drive(Load(PICTURE, 1, max(2, requests // 4), max_tokens=LONG), numbers)
-    one = await engine.drive(Load(PICTURE, 1, requests, max_tokens=SHORT), numbers)
-    four = await engine.drive(Load(PICTURE, 4, 2 * requests, max_tokens=SHORT), numbers)
+    rates = {clients: await _rate(engine, clients, requests * min(clients, 2), numbers) for clients in CLIENTS}
+    kept = {}
+    for loops in LOOPS:
+        with busy_loops(loops):
+            kept[loops] = await _rate(engine, 1, requests, numbers) / rates[1]
     return {
         "first_token_ms": median(answer.ended - answer.begun for answer in short.answers) * 1000,
         "tokens_per_s": median(answer.tokens_per_s() for answer in long.answers),
-        "requests_per_s": requests / one.seconds,
-        "requests_per_s_4": 2 * requests / four.seconds,
+        "requests_per_s": rates[1],
+        "requests_per_s_4": rates[4],
+        "requests_per_s_8": rates[8],
+        "kept_1": kept[1],
+        "kept_2": kept[2],
         "pss_mib": engine.pss() / 2**20,
     }
+
+
+async def _rate(engine: Engine, clients: int, requests: int, numbers: Any) -> float:
+    """Return the number of short answers per second."""
+    return requests / (await engine.drive(Load(PICTURE, clients, requests, max_tokens=SHORT), numbers)).seconds

