@@ -28,7 +28,7 @@ request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 OURS = ("mindie_mm", "service")
 _ROOT_LEVEL = {"debug": "info"}
 """Levels of the root logger that differ from the configured level. Debug records of other libraries are not logged,
-because they quote their input, such as texts in a picture or header."""
+because they quote their input, such as texts in an image or header."""
 
 
 class LogSettings(msgspec.Struct, frozen=True):

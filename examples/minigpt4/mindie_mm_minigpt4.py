@@ -18,8 +18,8 @@ from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image.encoded_image import Data, open_image, resize
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, Processor, Write
+from mindie_mm.nn.images import ImageModel
 from mindie_mm.nn.model import ModelSpec
-from mindie_mm.nn.pictures import PictureModel
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
 from mindie_mm.nn.pretrained_family import PretrainedFamily
 from mindie_mm.nn.splice import MediaItem
@@ -82,7 +82,7 @@ class MiniGPT4Processor(Processor):
         return plan, write
 
 
-class MiniGPT4Model(PictureModel, PretrainedModel):
+class MiniGPT4Model(ImageModel, PretrainedModel):
     """The model. `module` is transformers' Blip2ForConditionalGeneration."""
 
     traits = Traits(

@@ -21,7 +21,7 @@ from mindie_mm.processes.interrupts import importing
     help="Image to ask about: a file, a URL, or - for standard input. Repeatable.",
 )
 @click.option("--video", "videos", multiple=True, type=MEDIA_FILE, help="Video to ask about. Repeatable.")
-@click.option("--audio", "sounds", multiple=True, type=MEDIA_FILE, help="Audio clip to ask about. Repeatable.")
+@click.option("--audio", "clips", multiple=True, type=MEDIA_FILE, help="Audio clip to ask about. Repeatable.")
 @webui_option
 @model_options
 @click.option("--json", "as_json", is_flag=True, help="Print text, token ids, finish reason, timings and "
@@ -30,7 +30,7 @@ def command(
     question: str,
     images: tuple[Source, ...],
     videos: tuple[Source, ...],
-    sounds: tuple[Source, ...],
+    clips: tuple[Source, ...],
     *,
     webui_images: bool,
     as_json: bool,
@@ -41,7 +41,7 @@ def command(
     This command loads the model for one question. To ask several questions, start `mindie-mm chat` or `mindie-mm
     serve`.
     """
-    media = {"image": images, "video": videos, "audio": sounds}
+    media = {"image": images, "video": videos, "audio": clips}
     config, params = prepared("ask", **flags)
     check_media(config, media)
     with importing():

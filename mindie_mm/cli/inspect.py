@@ -44,11 +44,11 @@ def command(folder: Path | str, row: int | None, model: Path | None, *, other_mo
         click.echo(f"failed: {sample.error}")
         return
     tokenizer, processor = _opened(dataset.manifest.run, model, other_model=other_model, required=png is not None)
-    pictures = _show_prompt(sample, tokenizer, processor)
+    images = _show_prompt(sample, tokenizer, processor)
     if png is not None:
-        _save(pictures, png)
-    elif pictures:
-        click.echo(f"{_counted(pictures)}; to write a PNG file of them, use --png FILE")
+        _save(images, png)
+    elif images:
+        click.echo(f"{_counted(images)}; to write a PNG file of them, use --png FILE")
 
 
 def _opened(run: Any, model: Path | None, *, other_model: bool, required: bool) -> tuple[Any, Any]:
@@ -82,32 +82,32 @@ def _show_prompt(sample: Any, tokenizer: Any, processor: Any) -> list[Any]:
         return repr(ids.tolist() if tokenizer is None else tokenizer.decode(ids))
 
     click.echo(f"{len(sample.ids)} tokens")
-    pictures, at = [], 0
+    images, at = [], 0
     for span, arrays in zip(sample.spans, sample.arrays, strict=True):
         click.echo(shown(sample.ids[at : span.start]))
         held = ", ".join(f"{name} {array.dtype} {array.shape}" for name, array in arrays.items() if name != ITEM)
         click.echo(f"{span.kind} at tokens {span.start} to {span.stop - 1}: {held or 'planned, without arrays'}")
         if processor is not None and span.kind != "audio" and arrays:  # a run of --plan has no arrays
-            pictures += processor.pictures(arrays, MediaShape.of(arrays).grid)
+            images += processor.images(arrays, MediaShape.of(arrays).grid)
         at = span.stop
     click.echo(shown(sample.ids[at:]))
-    return pictures
+    return images
 
 
-def _save(pictures: list[Any], png: Path) -> None:
-    """Write `pictures` to one page. Raise StorageError if the file cannot be written."""
-    if not pictures:
+def _save(images: list[Any], png: Path) -> None:
+    """Write `images` to one page. Raise StorageError if the file cannot be written."""
+    if not images:
         click.echo(f"the row has no images; {png} was not written")
         return
     from mindie_mm.cli.sheet import contact_sheet
 
     with os_errors_as(StorageError, f"{png} cannot be written"):
-        contact_sheet(pictures).save(png, "PNG")
-    click.echo(f"wrote {_counted(pictures)} to {png}")
+        contact_sheet(images).save(png, "PNG")
+    click.echo(f"wrote {_counted(images)} to {png}")
 
 
-def _counted(pictures: list[Any]) -> str:
-    return f"{len(pictures)} image{'' if len(pictures) == 1 else 's'}"
+def _counted(images: list[Any]) -> str:
+    return f"{len(images)} image{'' if len(images) == 1 else 's'}"
 
 
 def _show_run(manifest: Any) -> None:

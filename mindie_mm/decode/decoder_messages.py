@@ -42,8 +42,8 @@ class PlanItem(msgspec.Struct, frozen=True, tag="plan"):
 class Planned(Plan, frozen=True, tag="planned"):
     """Decoder to tokenizer process: the plan of a family, and what planning has read of the item."""
 
-    picture_pixels: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """`Work.picture_pixels` of this item alone."""
+    image_pixels: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """`Work.image_pixels` of this item alone."""
     video_pixels: Annotated[int, msgspec.Meta(ge=0)] = 0
     """`Work.video_pixels` of this item alone."""
     is_rgb: bool = True

@@ -58,7 +58,7 @@ def plan_item(
     planned = Planned(
         **{**msgspec.structs.asdict(plan), "settings": settings},
         num_pages=num_pages,
-        picture_pixels=work.picture_pixels,
+        image_pixels=work.image_pixels,
         video_pixels=work.video_pixels,
         is_rgb=work.is_rgb,
         by_counts=noted.are_read,

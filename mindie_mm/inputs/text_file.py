@@ -93,7 +93,7 @@ def text_of_file(data: bytes, charset: str | None, where: str) -> str:
     if text is None:
         raise InputError(
             f"{where} is neither a PDF nor text in UTF-8 or GBK; for text in another charset, state the charset, as in "
-            "data:text/plain;charset=big5;base64,<data>. Send pictures and audio as parts of their own types"
+            "data:text/plain;charset=big5;base64,<data>. Send images and audio as parts of their own types"
         )
     return text
 

@@ -93,7 +93,7 @@ def read_texts(
     if refuses_urls:
         raise InputError(
             f'{found}. Send the media as an item, such as {{"type": "image_url", "image_url": {{"url": "data:..."}}}}. '
-            'Pictures of the form <img src="data:image/jpeg;base64,..."> are read in a prompt that is one text, and '
+            'Images of the form <img src="data:image/jpeg;base64,..."> are read in a prompt that is one text, and '
             "with --webui-images also in messages and items"
         )
     if not _warned:

@@ -52,42 +52,42 @@ def warm_up() -> None:
     # is not allowed to run such code.
     torch.backends.mkldnn.set_flags(False)
     Image.init()
-    for data in _pictures():
+    for data in _images():
         pixels = open_image(data).decode()
         for resample in RESAMPLES.values():
             resize(pixels, 9, 13, resample)
     _warm_up_video()
-    _warm_up_sound()
+    _warm_up_audio()
     PdfPage.open(_PDF, 0).decode()
     _warm_up_embeddings()
     try:
-        open_image(b"no picture")
+        open_image(b"no image")
     except MediaError as error:
         traceback.format_exception(error)
 
 
-def _pictures() -> Iterator[bytes]:
+def _images() -> Iterator[bytes]:
     """Yield a small image in each format, and a TIFF in each mode."""
-    picture = Image.linear_gradient("L").resize((40, 30)).convert("RGB")
+    image = Image.linear_gradient("L").resize((40, 30)).convert("RGB")
     for name in FORMATS:
         if name in Image.SAVE:  # Pillow may be built without AVIF
-            yield _encoded(picture, name)
+            yield _encoded(image, name)
     for mode in _MODES:
-        yield _encoded(picture.convert("L" if mode in _DEEP else "RGB").convert(mode), "TIFF")
+        yield _encoded(image.convert("L" if mode in _DEEP else "RGB").convert(mode), "TIFF")
 
 
-def _encoded(picture: Image.Image, file_format: str) -> bytes:
+def _encoded(image: Image.Image, file_format: str) -> bytes:
     file = io.BytesIO()
-    picture.save(file, file_format)
+    image.save(file, file_format)
     return file.getvalue()
 
 
 def _warm_up_video() -> None:
     """Decode a GIF with FFmpeg, which also decodes all other videos, and animations with Pillow. Convert HDR."""
-    pictures = [Image.new("RGBA", (40, 30), (grey, grey, grey, grey)) for grey in (0, 99)]
+    images = [Image.new("RGBA", (40, 30), (grey, grey, grey, grey)) for grey in (0, 99)]
     for name in ("GIF", "PNG", "WEBP"):
         file = io.BytesIO()
-        pictures[0].save(file, name, save_all=True, append_images=pictures[1:], duration=100)
+        images[0].save(file, name, save_all=True, append_images=images[1:], duration=100)
         video = open_video(file.getvalue(), None)
         for frame in video.decode(range(video.num_frames)):
             resize(frame, 9, 13)
@@ -102,12 +102,12 @@ def _warm_up_embeddings() -> None:
         read_embeddings(data)
 
 
-def _warm_up_sound() -> None:
+def _warm_up_audio() -> None:
     """Decode and resample half a second of silence, and compute its spectrogram."""
     file = io.BytesIO()
-    with wave.open(file, "wb") as sound:
-        sound.setparams((1, 2, 44_100, 0, "NONE", ""))
-        sound.writeframes(bytes(44_100))
+    with wave.open(file, "wb") as clip:
+        clip.setparams((1, 2, 44_100, 0, "NONE", ""))
+        clip.writeframes(bytes(44_100))
     samples = open_audio(file.getvalue()).decode(_RATE, _RATE)
     settings = MelSettings(_RATE, 80, 400, 160, _RATE)
     write_log_mel(samples, settings, np.empty((80, settings.num_frames(len(samples))), np.float32))

@@ -116,9 +116,9 @@ class Clips:
         length = self.mel.max_frames if self.mel.pads else -(-num_frames // self.chunk) * self.chunk
         # The logarithm of silence is -10, or 8 less than the maximum. Spectrograms have it plus 4, divided by 4.
         silence = torch.clamp(stored.max() - 2, min=-1.5)
-        sound = torch.cat([stored, silence.expand(len(stored), length - stored.shape[1])], 1).unsqueeze(0)
-        is_sound = (torch.arange(length) < num_frames).int().unsqueeze(0)
-        return {SPECTROGRAM: sound} if mask is None else {SPECTROGRAM: sound, mask: is_sound}
+        frames = torch.cat([stored, silence.expand(len(stored), length - stored.shape[1])], 1).unsqueeze(0)
+        is_frame = (torch.arange(length) < num_frames).int().unsqueeze(0)
+        return {SPECTROGRAM: frames} if mask is None else {SPECTROGRAM: frames, mask: is_frame}
 
     def is_possible(self, num_frames: int) -> bool:
         """Return whether a clip can have this number of frames."""

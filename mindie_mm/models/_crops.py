@@ -140,10 +140,10 @@ class Canvas:
         resized = F.interpolate(values, size, mode="bilinear", align_corners=False, antialias=True)
         np.clip(resized[0].permute(1, 2, 0).numpy(), 0, 1, out=out)
 
-    def draw(self, picture: Tensor) -> Tensor:
+    def draw(self, image: Tensor) -> Tensor:
         """Pad an image [rows, columns, channels] to the canvas [height, width, channels]."""
         right, bottom = self.width - self.columns - self.left, self.height - self.rows - self.top
-        return F.pad(picture, (0, 0, self.left, right, self.top, bottom))
+        return F.pad(image, (0, 0, self.left, right, self.top, bottom))
 
     def mask(self) -> Tensor:
         """Return a mask, float32 [height, width, 1], that is 1 on the image and 0 around the image."""
@@ -187,9 +187,9 @@ def _tilings(max_tiles: int) -> NDArray[np.int64]:
     return np.array(sorted(pairs, key=lambda pair: (pair[0] * pair[1], pair[0])), np.int64)
 
 
-def cut_crops(picture: Tensor, crop: int, step: int) -> Tensor:
+def cut_crops(image: Tensor, crop: int, step: int) -> Tensor:
     """Cut [H, W, channels] into crops [n, crop, crop, channels], one every `step` pixels, row by row."""
-    crops: Tensor = picture.unfold(0, crop, step).unfold(1, crop, step)  # [rows, columns, channels, crop, crop]
+    crops: Tensor = image.unfold(0, crop, step).unfold(1, crop, step)  # [rows, columns, channels, crop, crop]
     return crops.permute(0, 1, 3, 4, 2).flatten(0, 1)
 
 

@@ -1,6 +1,6 @@
 """Films whose audio is part of the video item (`use_audio_in_video`).
 
-Source: arXiv 2503.20215, section 2.2 (time-interleaving). The tokens of the images and of the audio alternate, either
+Source: arXiv 2503.20215, section 2.2 (time-interleaving). The tokens of the frames and of the audio alternate, either
 in chunks of the same length in time, or each at its time. The order equals `replace_video_with_audio_token` of
 transformers' processors, and the positions equal `get_rope_index` of their models.
 """
@@ -30,63 +30,63 @@ def is_film(grid: Grid) -> bool:
     return len(grid) == _GRID_NUMBERS
 
 
-def film_plan(pictures: tuple[Plan, Write], clip: tuple[Plan, Write]) -> tuple[Plan, Write]:
-    """Combine the plan of a film's images and the plan of its audio into the plan of the film."""
-    (video, write_video), (sound, write_sound) = pictures, clip
+def film_plan(frames: tuple[Plan, Write], clip: tuple[Plan, Write]) -> tuple[Plan, Write]:
+    """Combine the plan of a film's frames and the plan of its audio into the plan of the film."""
+    (video, write_video), (audio, write_audio) = frames, clip
 
     def write(arrays: Mapping[str, NDArray[Any]]) -> None:
         write_video({name: array for name, array in arrays.items() if name != SPECTROGRAM})
-        write_sound({SPECTROGRAM: arrays[SPECTROGRAM]})
+        write_audio({SPECTROGRAM: arrays[SPECTROGRAM]})
 
     plan = Plan(
-        num_features=video.num_features + sound.num_features,
-        specs={**video.specs, **sound.specs},
-        settings=f"{video.settings}, with {sound.settings}",
-        grid=(*video.grid, *sound.grid),
+        num_features=video.num_features + audio.num_features,
+        specs={**video.specs, **audio.specs},
+        settings=f"{video.settings}, with {audio.settings}",
+        grid=(*video.grid, *audio.grid),
     )
     return plan, write
 
 
 @dataclass(frozen=True, slots=True)
 class FilmLayout:
-    """Order and positions of the tokens of a film, in chunks of images and of audio in turn."""
+    """Order and positions of the tokens of a film, in chunks of frames and of audio in turn."""
 
     side_step: ClassVar[int] = 0
     """Distance between the positions of the two tokens on each side of a film."""
     merge: int
     """Number of patches along each side that become one token."""
-    num_sounds: Callable[[int], int]
+    num_audio_tokens: Callable[[int], int]
     """Function from the number of frames of the spectrogram to the number of tokens of the audio."""
     per_second: int | float
     """Positions per second of video, and tokens of audio that belong to the same length of time."""
     chunk_s: float
     """Length in seconds of a chunk."""
 
-    def num_pictures(self, grid: Grid) -> int:
-        """Return the number of tokens of the images."""
+    def num_frame_tokens(self, grid: Grid) -> int:
+        """Return the number of tokens of the frames."""
         return math.prod(grid[:3]) // self.merge**2
 
     def num_features(self, grid: Grid) -> int:
-        """Return the number of tokens of the images and the audio."""
-        return self.num_pictures(grid) + self.num_sounds(grid[4])
+        """Return the number of tokens of the frames and the audio."""
+        return self.num_frame_tokens(grid) + self.num_audio_tokens(grid[4])
 
-    def is_sound(self, grid: Grid) -> NDArray[np.bool_]:
+    def is_audio(self, grid: Grid) -> NDArray[np.bool_]:
         """Return for each token of a film whether it belongs to the audio."""
         runs = self._runs(grid)
         return np.repeat(np.arange(len(runs)) % 2 == 1, runs)
 
     def spelling(self, video: Placeholder, audio: Placeholder, grid: Grid) -> Spelling:
         """Return the spelling of a film: the placeholders of both kinds in turn, inside the frame of the audio."""
-        ids = np.where(self.is_sound(grid), audio.token, video.token)
+        ids = np.where(self.is_audio(grid), audio.token, video.token)
         return Spelling(runs=[[*audio.before, *ids.tolist(), *audio.after]], second_token=audio.token)
 
     def block(self, first: int, grid: Grid) -> Block:
         """Return the positions of a film whose first placeholder is at `first`, with the two tokens on each side."""
-        is_sound = self.is_sound(grid)
+        is_audio = self.is_audio(grid)
         t, h, w = grid[:3]
-        axes = np.empty((3, len(is_sound)), np.int64)
-        axes[:, is_sound] = np.arange(np.count_nonzero(is_sound))
-        axes[:, ~is_sound] = grid_axes((t, h // self.merge, w // self.merge), *self.spacing(grid))
+        axes = np.empty((3, len(is_audio)), np.int64)
+        axes[:, is_audio] = np.arange(np.count_nonzero(is_audio))
+        axes[:, ~is_audio] = grid_axes((t, h // self.merge, w // self.merge), *self.spacing(grid))
         # The references continue after the last run, even if a position of an earlier run is larger.
         end = int(axes[:, -self.last_run(grid) :].max()) + 2 + self.side_step
         before = np.tile(np.arange(2) * self.side_step, (3, 1))
@@ -105,41 +105,41 @@ class FilmLayout:
         return next(length for length in reversed(self._runs(grid)) if length)
 
     def _runs(self, grid: Grid) -> list[int]:
-        """Return the number of tokens of each chunk of images and of audio, in turn."""
+        """Return the number of tokens of each chunk of frames and of audio, in turn."""
         size = int(self.per_second * self.chunk_s)
-        pictures = _chunks(self._picture_times(grid), size)
-        sounds = _chunks(np.arange(self.num_sounds(grid[4])), size)
-        return [length for pair in zip_longest(pictures, sounds, fillvalue=0) for length in pair]
+        frames = _chunks(self._frame_times(grid), size)
+        audio = _chunks(np.arange(self.num_audio_tokens(grid[4])), size)
+        return [length for pair in zip_longest(frames, audio, fillvalue=0) for length in pair]
 
-    def _picture_times(self, grid: Grid) -> NDArray[np.float32]:
-        """Return the position in time of each token of the images, in the precision of the reference's model."""
+    def _frame_times(self, grid: Grid) -> NDArray[np.float32]:
+        """Return the position in time of each token of the frames, in the precision of the reference's model."""
         interval, scale = map(np.float32, self.spacing(grid))
         times = np.arange(grid[0], dtype=np.float32) * interval * scale
-        return np.repeat(times, self.num_pictures(grid) // grid[0])
+        return np.repeat(times, self.num_frame_tokens(grid) // grid[0])
 
 
 class MergedFilmLayout(FilmLayout):
-    """Order and positions of the tokens of a film, each image at its time among the tokens of the audio."""
+    """Order and positions of the tokens of a film, each frame at its time among the tokens of the audio."""
 
     side_step = 1
 
-    def is_sound(self, grid: Grid) -> NDArray[np.bool_]:
-        sounds = np.arange(self.num_sounds(grid[4]))
-        is_sound = np.zeros(self.num_features(grid), np.bool_)
-        is_sound[sounds + np.searchsorted(self._exact_times(grid), sounds, side="right")] = True
-        return is_sound
+    def is_audio(self, grid: Grid) -> NDArray[np.bool_]:
+        audio = np.arange(self.num_audio_tokens(grid[4]))
+        is_audio = np.zeros(self.num_features(grid), np.bool_)
+        is_audio[audio + np.searchsorted(self._exact_times(grid), audio, side="right")] = True
+        return is_audio
 
     def _exact_times(self, grid: Grid) -> NDArray[np.float64]:
-        """Return the position in time of each token of the images, in the precision of the reference's processor."""
+        """Return the position in time of each token of the frames, in the precision of the reference's processor."""
         times = np.arange(grid[0]) * (1 / _rate(grid)) * self.per_second
-        return np.repeat(times, self.num_pictures(grid) // grid[0])
+        return np.repeat(times, self.num_frame_tokens(grid) // grid[0])
 
     def spacing(self, grid: Grid) -> tuple[float, float]:
         return self.per_second / _rate(grid), 1.0
 
     def last_run(self, grid: Grid) -> int:
-        is_sound = self.is_sound(grid)
-        return len(is_sound) - 1 - int(np.flatnonzero(is_sound != is_sound[-1])[-1])
+        is_audio = self.is_audio(grid)
+        return len(is_audio) - 1 - int(np.flatnonzero(is_audio != is_audio[-1])[-1])
 
 
 def _rate(grid: Grid) -> float:

@@ -67,8 +67,8 @@ def planned_clip(media: Media, data: Data, usm: UsmSettings) -> tuple[int, str, 
 
 def clip_inputs(item: Item, device: torch.device) -> dict[str, Tensor]:
     """Return `ModelInputs.item_inputs` of an audio clip."""
-    sound = to_device(item.view, SPECTROGRAM, device).unsqueeze(0)
-    return {SPECTROGRAM: sound, f"{SPECTROGRAM}_mask": torch.ones(sound.shape[:2], dtype=torch.bool)}
+    frames = to_device(item.view, SPECTROGRAM, device).unsqueeze(0)
+    return {SPECTROGRAM: frames, f"{SPECTROGRAM}_mask": torch.ones(frames.shape[:2], dtype=torch.bool)}
 
 
 def spans_of(length: int, items: Sequence[MediaItem]) -> Tensor | None:

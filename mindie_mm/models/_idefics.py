@@ -17,9 +17,9 @@ from mindie_mm.media.image.preprocess import check_settings, resample_of
 from mindie_mm.media.image.tiles import cut
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, Processor, Spelling, Write
+from mindie_mm.nn.images import ImageModel
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.model_inputs import Item, padded_rows
-from mindie_mm.nn.pictures import PictureModel
 from mindie_mm.nn.pixels import HALF, Normalization
 from mindie_mm.nn.splice import MediaItem, split_features
 from mindie_mm.nn.traits import Traits
@@ -227,7 +227,7 @@ def whole_tiles(height: int, width: int, side: int) -> tuple[int, int]:
     return height, math.ceil(int(height * ratio) / side) * side
 
 
-class IdeficsModel(PictureModel, PretrainedModel):
+class IdeficsModel(ImageModel, PretrainedModel):
     """The model of Idefics3 and SmolVLM.
 
     `module` is transformers' `Idefics3ForConditionalGeneration` or `SmolVLMForConditionalGeneration`.

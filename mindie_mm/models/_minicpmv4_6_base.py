@@ -212,7 +212,7 @@ class MiniCPMVProcessor(Processor):
         count = num_taken(len(indices), video, options, limit)
         return indices if count == len(indices) else spread(total, count)
 
-    def pictures(self, arrays: Mapping[str, np.ndarray[Any, Any]], grid: tuple[int, ...]) -> list[Pixels]:
+    def images(self, arrays: Mapping[str, np.ndarray[Any, Any]], grid: tuple[int, ...]) -> list[Pixels]:
         settings = self.settings["image"]
         if (array := arrays.get("pixel_values")) is None:
             return []

@@ -19,7 +19,7 @@ from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 from mindie_mm.device import upload
 from mindie_mm.errors import CorruptReference, InputError, naming
 from mindie_mm.inputs import Kind, Media, MediaOptions
-from mindie_mm.media.audio.encoded_audio import num_sound_tracks
+from mindie_mm.media.audio.encoded_audio import num_audio_tracks
 from mindie_mm.media.audio.mel import MelSettings
 from mindie_mm.media.image.encoded_image import Data
 from mindie_mm.media.video.encoded_video import Video
@@ -39,7 +39,7 @@ from mindie_mm.shm import ArraySpec
 from mindie_mm.shm.format.item import MediaShape
 
 _THINKER = "thinker_config"
-_SOUND_LEFT_OUT = "a video has audio, which is left out; set use_audio_in_video to include it"
+_AUDIO_LEFT_OUT = "a video has audio, which is left out; set use_audio_in_video to include it"
 _TRACKS_LEFT_OUT = (
     "a video has several audio tracks, of which only the one that players choose is used; send another track as an "
     "audio item"
@@ -86,8 +86,8 @@ class OmniProcessor(QwenProcessor):
         size = joint.get("videos_kwargs", {}).get("size", self.video_size)
         self.video = replace(self.video, min_pixels=size["shortest_edge"], max_pixels=size["longest_edge"])
         audio = (config.get("audio_start_token_id", 151647),), (config.get("audio_end_token_id", 151648),)
-        sound = Placeholder(audio[0], config.get(*self.audio_token), audio[1])
-        self.placeholders = {**self.placeholders, "audio": sound}
+        placeholder = Placeholder(audio[0], config.get(*self.audio_token), audio[1])
+        self.placeholders = {**self.placeholders, "audio": placeholder}
         seconds = config.get("position_id_per_seconds", 25), config.get("seconds_per_chunk", 2)
         self.films = self.film_layout(self.video.merge_size, self.clips.num_features, *seconds)
 
@@ -112,8 +112,8 @@ class OmniProcessor(QwenProcessor):
     def _spell_film(self, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
         if not self.clips.is_possible(grid[4]) or min(grid) < 1:
             return None
-        num_sounds = self.clips.num_features(grid[4])
-        if super().spelling("video", num_features - num_sounds, grid[:4]) is None:
+        num_audio_tokens = self.clips.num_features(grid[4])
+        if super().spelling("video", num_features - num_audio_tokens, grid[:4]) is None:
             return None
         return self.films.spelling(self.placeholders["video"], self.placeholders["audio"], grid)
 
@@ -152,10 +152,10 @@ class OmniProcessor(QwenProcessor):
         if media.kind == "audio":
             return self.clips.plan(media, data)
         plan, write = super().plan(media, data, counts)
-        if media.kind != "video" or not isinstance(data, bytes) or not (num_tracks := num_sound_tracks(data)):
+        if media.kind != "video" or not isinstance(data, bytes) or not (num_tracks := num_audio_tracks(data)):
             return plan, write
         if not media.options.use_audio_in_video:
-            return msgspec.structs.replace(plan, left_out=_SOUND_LEFT_OUT), write
+            return msgspec.structs.replace(plan, left_out=_AUDIO_LEFT_OUT), write
         with naming("the audio of the video"):
             plan, write = film_plan((plan, write), self.clips.plan(Media("audio", None), data))
         return msgspec.structs.replace(plan, left_out=_TRACKS_LEFT_OUT if num_tracks > 1 else ""), write
@@ -185,7 +185,7 @@ class OmniModel(QwenModel):
     def __init__(self, module: Any, spec: ModelSpec, processor: OmniProcessor) -> None:
         super().__init__(module, spec, processor)
         self.clips, self._films = processor.clips, processor.films
-        self._sound_token = processor.placeholders["audio"].token
+        self._audio_token = processor.placeholders["audio"].token
 
     def _describe(self, view: ItemView) -> MediaShape:
         shape = super()._describe(view)
@@ -193,7 +193,7 @@ class OmniModel(QwenModel):
             return shape
         if min(shape.grid) < 1 or self._films.num_features(shape.grid) != shape.num_features:
             raise CorruptReference(f"the block states {shape.num_features} features, but the grid {shape.grid}")
-        return replace(shape, second_token=self._sound_token)
+        return replace(shape, second_token=self._audio_token)
 
     def positions(self, length: int, items: Sequence[MediaItem]) -> Positions:
         """Return the positions of a prompt. Each token of an audio clip advances the position by one, as text does."""
@@ -208,13 +208,15 @@ class OmniModel(QwenModel):
         return grid_block(item.start, merged, *(self._films.spacing(grid) if item.shape.kind == "video" else ()))
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
-        sounds = [item for item in items if item.shape.kind == "audio" or item.shape.second_token is not None]
+        clips = [item for item in items if item.shape.kind == "audio" or item.shape.second_token is not None]
         sights = [item for item in items if item.shape.kind != "audio"]
-        heard = iter([F.pad(rows, (0, self.spec.extra_width)) for rows in self.hear(sounds)] if sounds else ())
+        heard = iter([F.pad(rows, (0, self.spec.extra_width)) for rows in self.hear(clips)] if clips else ())
         seen: Iterator[Tensor] = iter(())
         if sights:
             features: Tensor = self.visual_features(sights)
-            seen = iter(features.flatten(0, -2).split([self._films.num_pictures(item.shape.grid) for item in sights]))
+            seen = iter(
+                features.flatten(0, -2).split([self._films.num_frame_tokens(item.shape.grid) for item in sights])
+            )
         return [self._perceived(item, seen, heard) for item in items]
 
     def _perceived(self, item: MediaItem, seen: Iterator[Tensor], heard: Iterator[Tensor]) -> Tensor:
@@ -223,10 +225,10 @@ class OmniModel(QwenModel):
             return next(heard)
         if item.shape.second_token is None:
             return next(seen)
-        pictures, sound = next(seen), next(heard)
-        is_sound = upload(self._films.is_sound(item.shape.grid), self.spec.device)
-        features = pictures.new_empty(item.shape.num_features, pictures.shape[1])
-        features[~is_sound], features[is_sound] = pictures, sound.to(features.dtype)
+        frames, audio = next(seen), next(heard)
+        is_audio = upload(self._films.is_audio(item.shape.grid), self.spec.device)
+        features = frames.new_empty(item.shape.num_features, frames.shape[1])
+        features[~is_audio], features[is_audio] = frames, audio.to(features.dtype)
         return features
 
     @abstractmethod

@@ -341,7 +341,7 @@ class QwenProcessor(Processor):
         )
         return plan, write
 
-    def pictures(self, arrays: Mapping[str, np.ndarray[Any, Any]], grid: tuple[int, ...]) -> list[Pixels]:
+    def images(self, arrays: Mapping[str, np.ndarray[Any, Any]], grid: tuple[int, ...]) -> list[Pixels]:
         (t, h, w), patch = grid[:3], self.image.patch_size
         return [
             unpatchify(frame, h, w, self.group)

@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
+from mindie_mm.nn.images import ImageModel
 from mindie_mm.nn.model import ModelSpec
-from mindie_mm.nn.pictures import PictureModel
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.traits import Traits
 from mindie_mm.nn.weights.pretrained import PretrainedModel
 
 
-class TowerModel(PictureModel, PretrainedModel):
+class TowerModel(ImageModel, PretrainedModel):
     """The LLaVA model, and the base class of models with the same structure.
 
     `module` is transformers' `LlavaForConditionalGeneration`, or a class with the same parts.

@@ -18,9 +18,9 @@ from mindie_mm.media.image.preprocess import Preprocess, Size, check_output_size
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder
 from mindie_mm.nn.generation import GenerationRules
+from mindie_mm.nn.images import ImageModel
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.one_size import OneSizeProcessor
-from mindie_mm.nn.pictures import PictureModel
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
 from mindie_mm.nn.pretrained_family import PretrainedFamily
 from mindie_mm.nn.seq2seq import Seq2SeqModel, load_seq2seq
@@ -75,7 +75,7 @@ class Blip2Processor(OneSizeProcessor):
         self.placeholders = {"image": Placeholder((), config.image_token_id, ())}
 
 
-class _Tower(PictureModel):
+class _Tower(ImageModel):
     """Vision tower and Q-Former. `module` is transformers' `Blip2ForConditionalGeneration`."""
 
     traits = Traits(vision_parts=("vision_model",), projector_parts=("language_projection",))

@@ -17,9 +17,9 @@ from mindie_mm.inputs import Kind
 from mindie_mm.media.image.preprocess import Preprocess, Size, check_settings, resample_of
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, Spelling
+from mindie_mm.nn.images import ImageModel
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.one_size import OneSizeProcessor
-from mindie_mm.nn.pictures import PictureModel
 from mindie_mm.nn.pixels import Normalization, joined
 from mindie_mm.nn.pretrained_family import PretrainedFamily
 from mindie_mm.nn.splice import MediaItem
@@ -98,7 +98,7 @@ class ChameleonProcessor(OneSizeProcessor):
         return [*ids, self._separator]
 
 
-class ChameleonModel(PictureModel, PretrainedModel):
+class ChameleonModel(ImageModel, PretrainedModel):
     """The Chameleon model. `module` is transformers' `ChameleonForConditionalGeneration`."""
 
     traits = Traits(

@@ -32,7 +32,7 @@ from mindie_mm.nn.model import Model, ModelSpec
 from mindie_mm.nn.model_inputs import Item, padded_rows, types_of_tokens
 from mindie_mm.nn.paged_batch import PagedBatch
 from mindie_mm.nn.paged_cache import KVLayer
-from mindie_mm.nn.pixels import normalize_pictures
+from mindie_mm.nn.pixels import normalize_images
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.staging import to_device
 from mindie_mm.nn.traits import Traits
@@ -221,10 +221,10 @@ class DeepseekVL2Processor(Processor):
         colour = tuple(int(mean * 255) for mean in self.mean)
 
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
-            picture = Image.fromarray(image.decode())
+            whole = Image.fromarray(image.decode())
             tiles = arrays[_TILES]
-            tiles[0] = np.asarray(ImageOps.pad(picture, (size, size), color=colour))
-            local = np.asarray(ImageOps.pad(picture, canvas[::-1], color=colour))
+            tiles[0] = np.asarray(ImageOps.pad(whole, (size, size), color=colour))
+            local = np.asarray(ImageOps.pad(whole, canvas[::-1], color=colour))
             cut = local.reshape(down, size, across, size, 3).transpose(0, 2, 1, 3, 4)
             tiles[1:].reshape(cut.shape)[...] = cut
 
@@ -243,7 +243,7 @@ class DeepseekVL2Processor(Processor):
 
     def normalized(self, item: Item, device: torch.device) -> Tensor:
         """Return normalized pixels, float32 [tiles, 3, size, size]. They equal the reference's bit for bit."""
-        return normalize_pictures(to_device(item.view, _TILES, device), self.mean, self.std)
+        return normalize_images(to_device(item.view, _TILES, device), self.mean, self.std)
 
     def item_inputs(self, item: Item, device: torch.device) -> dict[str, Tensor]:
         """Return the arrays of an item under the names of the original code."""

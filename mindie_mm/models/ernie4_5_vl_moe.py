@@ -140,12 +140,12 @@ def _clock(time_s: float) -> str:
 
 def _drawn(frame: Pixels, text: str, font: ImageFont.FreeTypeFont) -> Pixels:
     """Return a frame with black letters in its upper left corner. The letters have a white border."""
-    picture = Image.fromarray(frame)
+    image = Image.fromarray(frame)
     border = int(font.size * _TEXT_SIZE)
-    ImageDraw.Draw(picture).text(
+    ImageDraw.Draw(image).text(
         (0, 0), text, font=font, fill=(0, 0, 0), stroke_width=border, stroke_fill=(255, 255, 255)
     )
-    return np.asarray(picture)
+    return np.asarray(image)
 
 
 class ErnieModel(QwenModel):

@@ -27,9 +27,9 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint, tokenizer_length, with
 from mindie_mm.nn.checkpoint.renaming import TRANSPOSED, Renaming
 from mindie_mm.nn.family import Placeholder
 from mindie_mm.nn.generation import GenerationRules
+from mindie_mm.nn.images import ImageModel
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.one_size import OneSizeProcessor
-from mindie_mm.nn.pictures import PictureModel
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
 from mindie_mm.nn.pretrained_family import PretrainedFamily
 from mindie_mm.nn.seq2seq import Decoding, Seq2SeqModel, load_seq2seq
@@ -230,7 +230,7 @@ class Florence2Processor(OneSizeProcessor):
         return [bos, *bare, eos] if num_items else bare
 
 
-class Florence2Model(PictureModel, Seq2SeqModel):
+class Florence2Model(ImageModel, Seq2SeqModel):
     """The Florence-2 model. `module` is transformers' `Florence2ForConditionalGeneration`."""
 
     traits = Traits(vision_parts=("model.vision_tower",), projector_parts=("model.multi_modal_projector",))

@@ -148,7 +148,7 @@ class FuyuProcessor(Processor):
         pixels = patches.view(len(patches), self.patch, self.patch, 3)
         return self.normalization(pixels).permute(0, 2, 3, 1).flatten(1)
 
-    def pictures(self, arrays: Mapping[str, np.ndarray[Any, Any]], grid: tuple[int, ...]) -> list[Pixels]:
+    def images(self, arrays: Mapping[str, np.ndarray[Any, Any]], grid: tuple[int, ...]) -> list[Pixels]:
         patches = arrays["patches"].reshape(-1, self.patch, self.patch, 3)
         return [unpatchify(patches, grid[0], grid[1], 1)]
 

@@ -27,11 +27,11 @@ from mindie_mm.models._gemma import SPECTROGRAM, clip_inputs, enclosed, planned_
 from mindie_mm.models._timm import require_timm, with_timm_tower
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, Spelling, Write
+from mindie_mm.nn.images import ImageModel
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.model_inputs import Item
 from mindie_mm.nn.one_size import OneSizeProcessor
 from mindie_mm.nn.paged_batch import PagedBatch
-from mindie_mm.nn.pictures import PictureModel
 from mindie_mm.nn.pixels import HALF, Normalization
 from mindie_mm.nn.pretrained_family import PretrainedFamily
 from mindie_mm.nn.splice import MediaItem, Splice
@@ -47,7 +47,7 @@ _PIXELS: Mapping[str, Any] = {
     "image_mean": HALF,
     "image_std": HALF,
 }
-_SOUND: Mapping[str, Any] = {
+_AUDIO: Mapping[str, Any] = {
     "feature_size": 128,
     "frame_length_ms": 32.0,
     "min_frequency": 125.0,
@@ -90,7 +90,7 @@ class Gemma3nProcessor(OneSizeProcessor):
         self._enclosed = {kind: "".join(enclosed(checkpoint, kind, _TEXTS[kind], tokens[kind])) for kind in _TEXTS}
         self.placeholders = {kind: Placeholder((), tokens[kind], ()) for kind in _TEXTS}
         self.num_features = config.vision_soft_tokens_per_image
-        self._most_sound: int = config.audio_soft_tokens_per_image
+        self._most_audio: int = config.audio_soft_tokens_per_image
         _check_config(config, where)
         pixels = checkpoint.preprocessor("image", {"SiglipImageProcessor": _PIXELS})
         check_settings(pixels, {"do_resize": True}, where)
@@ -99,21 +99,21 @@ class Gemma3nProcessor(OneSizeProcessor):
             raise UnsupportedCheckpoint(f"{where}: size is {pixels['size']}; it must have a height and a width")
         self.size, self.steps = size.fixed, Preprocess(size, resample_of(pixels, where))
         self.normalizations = {"image": Normalization.read(pixels)}
-        settings = checkpoint.preprocessor("audio", {"Gemma3nAudioFeatureExtractor": _SOUND})
+        settings = checkpoint.preprocessor("audio", {"Gemma3nAudioFeatureExtractor": _AUDIO})
         check_settings(settings, {"feature_size": config.audio_config.input_feat_size}, f"{where} (audio)")
         self._usm = UsmSettings.read(settings, _MAX_SAMPLES, f"{where} (audio)", semicausal=False)
         longest = _num_clip_features(config.audio_config, self._usm.num_frames(_MAX_SAMPLES))
-        if longest > self._most_sound:
+        if longest > self._most_audio:
             raise UnsupportedCheckpoint(
-                f"{where}: audio_soft_tokens_per_image is {self._most_sound}, but a clip of {_MAX_SAMPLES} samples has "
+                f"{where}: audio_soft_tokens_per_image is {self._most_audio}, but a clip of {_MAX_SAMPLES} samples has "
                 f"{longest} features"
             )
         stated = checkpoint.json("processor_config.json")
-        needed = {"image_seq_length": self.num_features, "audio_seq_length": self._most_sound}
+        needed = {"image_seq_length": self.num_features, "audio_seq_length": self._most_audio}
         check_settings(stated, needed, where)
 
     def max_tokens(self, kind: Kind) -> int:
-        return self._most_sound if kind == "audio" else self.num_features
+        return self._most_audio if kind == "audio" else self.num_features
 
     def worst_case(self, kind: Kind) -> Data:
         return np.zeros(_MAX_SAMPLES, np.float32) if kind == "audio" else super().worst_case(kind)
@@ -129,7 +129,7 @@ class Gemma3nProcessor(OneSizeProcessor):
         if media.kind != "audio":
             return super().plan(media, data, counts)
         frames, settings, write = planned_clip(media, data, self._usm)
-        plan = Plan(self._most_sound, self.specs_of("audio", (frames,)), f"gemma3n {settings}", (frames,))
+        plan = Plan(self._most_audio, self.specs_of("audio", (frames,)), f"gemma3n {settings}", (frames,))
         return plan, write
 
     def item_inputs(self, item: Item, device: torch.device) -> dict[str, Tensor]:
@@ -190,7 +190,7 @@ class _SparseMLP(nn.Module):
         return out
 
 
-class Gemma3nModel(PictureModel, PretrainedModel):
+class Gemma3nModel(ImageModel, PretrainedModel):
     """The Gemma 3n model. `module` is transformers' `Gemma3nForConditionalGeneration`."""
 
     traits = Traits(needs_ids=True, vision_parts=("model.vision_tower",), projector_parts=("model.embed_vision",))

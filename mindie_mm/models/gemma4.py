@@ -28,10 +28,10 @@ from mindie_mm.models._gemma import SPECTROGRAM, clip_inputs, enclosed, planned_
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.resolved import context_length
 from mindie_mm.nn.family import Placeholder, Plan, Processor, Spelling, Write
+from mindie_mm.nn.images import ImageModel
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.model_inputs import PIXELS, Item, padded
 from mindie_mm.nn.paged_batch import PagedBatch
-from mindie_mm.nn.pictures import PictureModel
 from mindie_mm.nn.pixels import Normalization
 from mindie_mm.nn.pretrained_family import PretrainedFamily
 from mindie_mm.nn.splice import MediaItem, Splice
@@ -65,7 +65,7 @@ _FRAMES_AT_ONCE = 32
 
 
 @dataclass(frozen=True, slots=True)
-class _Pictures:
+class _ImageSettings:
     """Settings of images or of the frames of videos."""
 
     patch: int
@@ -140,12 +140,12 @@ class Gemma4Processor(Processor):
         self._enclosed = {"image": enclosed(checkpoint, "image", _TEXTS["image"], config.image_token_id)}
         self.placeholders = {"image": Placeholder((), config.image_token_id, ())}
         image = checkpoint.preprocessor("image", {"Gemma4ImageProcessor": _IMAGE})
-        self._pictures: dict[Kind, _Pictures] = {"image": _Pictures.read(image, vision, where)}
+        self._image_settings: dict[Kind, _ImageSettings] = {"image": _ImageSettings.read(image, vision, where)}
         self.normalizations: dict[Kind, Normalization] = {"image": Normalization.read(image)}
         video = checkpoint.preprocessor("video", {"Gemma4VideoProcessor": _VIDEO})
-        self._pictures["video"] = _Pictures.read(video, vision, f"{where} (videos)")
+        self._image_settings["video"] = _ImageSettings.read(video, vision, f"{where} (videos)")
         self.normalizations["video"] = Normalization.read(video)
-        self._sampling = Sampling.read(video, context_length(text) // self._pictures["video"].most)
+        self._sampling = Sampling.read(video, context_length(text) // self._image_settings["video"].most)
         if (token := checkpoint.token_id(_VIDEO_TOKEN)) != config.video_token_id:
             raise UnsupportedCheckpoint(
                 f"{where}: video_token_id is {config.video_token_id}, but the tokenizer's id of {_VIDEO_TOKEN} is "
@@ -163,12 +163,12 @@ class Gemma4Processor(Processor):
     def max_tokens(self, kind: Kind) -> int:
         if kind == "audio":
             return _num_features(self._usm.num_frames(_MAX_SAMPLES))
-        return self._pictures[kind].most * (self._sampling.limit if kind == "video" else 1)
+        return self._image_settings[kind].most * (self._sampling.limit if kind == "video" else 1)
 
     def worst_case(self, kind: Kind) -> Data:
         if kind == "audio":
             return np.zeros(_MAX_SAMPLES, np.float32)
-        shape = *self._pictures[kind].largest, 3
+        shape = *self._image_settings[kind].largest, 3
         return np.zeros((self._sampling.limit, *shape) if kind == "video" else shape, np.uint8)
 
     def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
@@ -183,7 +183,7 @@ class Gemma4Processor(Processor):
             return None
         seconds = grid[2:] if kind == "video" else (0,)
         each = grid[0] * grid[1]
-        if not each or each > self._pictures[kind].most or each * len(seconds) != num_features:
+        if not each or each > self._image_settings[kind].most or each * len(seconds) != num_features:
             return None
         start, image, end = self._enclosed["image"]
         one = f"{start}{image}{end}"
@@ -197,27 +197,27 @@ class Gemma4Processor(Processor):
                 return self._plan_audio(media, data)
             case "video":
                 return self._plan_video(media, data)
-        image, pictures = open_image(data), self._pictures["image"]
-        grid = pictures.cells(image.height, image.width)
+        image, settings = open_image(data), self._image_settings["image"]
+        grid = settings.cells(image.height, image.width)
 
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
-            arrays["pixel_values"][0] = resize(image.decode(), *pictures.pixels(grid), pictures.resample)
+            arrays["pixel_values"][0] = resize(image.decode(), *settings.pixels(grid), settings.resample)
 
-        return self._plan("image", grid, math.prod(grid), f"image {pictures}"), write
+        return self._plan("image", grid, math.prod(grid), f"image {settings}"), write
 
     def _plan_video(self, media: Media, data: Data) -> tuple[Plan, Write]:
-        video, pictures = open_video(data, media.options.sample_fps), self._pictures["video"]
+        video, settings = open_video(data, media.options.sample_fps), self._image_settings["video"]
         count = self._sampling.count(video, media.options)
         indices = stepped(video.num_frames, count)
         video.count(indices)
-        cells, fps = pictures.cells(video.height, video.width), video.fps or _UNSTATED_FPS
+        cells, fps = settings.cells(video.height, video.width), video.fps or _UNSTATED_FPS
 
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
             for place, frame in zip(arrays["pixel_values"], video.decode(indices), strict=True):
-                place[...] = resize(frame, *pictures.pixels(cells), pictures.resample)
+                place[...] = resize(frame, *settings.pixels(cells), settings.resample)
 
         grid = (*cells, *(int(index / fps) for index in indices))
-        return self._plan("video", grid, math.prod(cells) * len(indices), f"frames {indices}, {pictures}"), write
+        return self._plan("video", grid, math.prod(cells) * len(indices), f"frames {indices}, {settings}"), write
 
     def _plan_audio(self, media: Media, data: Data) -> tuple[Plan, Write]:
         frames, settings, write = planned_clip(media, data, self._usm)
@@ -228,20 +228,22 @@ class Gemma4Processor(Processor):
 
     def normalized(self, item: Item, device: torch.device) -> Tensor:
         """Return normalized patches, float32 [images, patches, patch * patch * 3], row by row."""
-        pixels, patch = super().normalized(item, device), self._pictures["image"].patch
+        pixels, patch = super().normalized(item, device), self._image_settings["image"].patch
         return pixels.unfold(2, patch, patch).unfold(3, patch, patch).permute(0, 2, 3, 4, 5, 1).flatten(3).flatten(1, 2)
 
     def places(self, grid: tuple[int, ...]) -> Tensor:
         """Return the column and row of each patch of an image, int64 [patches, 2]."""
-        rows, columns = (side // self._pictures["image"].patch for side in self._pictures["image"].pixels(grid))
+        rows, columns = (
+            side // self._image_settings["image"].patch for side in self._image_settings["image"].pixels(grid)
+        )
         return torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).flip(1)
 
     def item_inputs(self, item: Item, device: torch.device) -> dict[str, Tensor]:
         kind, grid = item.shape.kind, item.shape.grid
         if kind == "audio":
             return clip_inputs(item, device)
-        pictures, patches = self._pictures[kind], self.normalized(item, device)
-        most = pictures.most * (pictures.cell // pictures.patch) ** 2
+        settings, patches = self._image_settings[kind], self.normalized(item, device)
+        most = settings.most * (settings.cell // settings.patch) ** 2
         places = padded(self.places(grid).unsqueeze(0), (most, 2), -1).expand(len(patches), -1, -1)
         inputs = {PIXELS[kind]: padded(patches, (most, patches.shape[2])), f"{kind}_position_ids": places}
         return inputs if kind == "image" else inputs | {"num_frames_per_video": torch.tensor([len(patches)])}
@@ -252,7 +254,7 @@ class Gemma4Processor(Processor):
         if kind == "audio":
             return {SPECTROGRAM: ArraySpec((grid[0], self._usm.num_bins), "float32")}
         frames = len(grid) - 2 if kind == "video" else 1
-        return {"pixel_values": ArraySpec((frames, *self._pictures[kind].pixels(grid), 3), "uint8")}
+        return {"pixel_values": ArraySpec((frames, *self._image_settings[kind].pixels(grid), 3), "uint8")}
 
 
 def _num_features(num_frames: int) -> int:
@@ -260,7 +262,7 @@ def _num_features(num_frames: int) -> int:
     return -(-num_frames // 4)
 
 
-class Gemma4Model(PictureModel, PretrainedModel):
+class Gemma4Model(ImageModel, PretrainedModel):
     """The Gemma 4 model. `module` is transformers' `Gemma4ForConditionalGeneration`."""
 
     traits = Traits(needs_ids=True, vision_parts=("model.vision_tower",), projector_parts=("model.embed_vision",))
@@ -272,7 +274,7 @@ class Gemma4Model(PictureModel, PretrainedModel):
         self._media_tokens = [placeholder.token for placeholder in processor.placeholders.values()]
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
-        """Encode the items. Pictures of the same size are a batch, so that no patch is padding."""
+        """Encode the items. Images of the same size are a batch, so that no patch is padding."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for index, item in enumerate(items):
             size = () if item.shape.kind == "audio" else item.shape.grid[:2]
@@ -280,11 +282,11 @@ class Gemma4Model(PictureModel, PretrainedModel):
         found: dict[int, Tensor] = {}
         for size, indices in groups.items():
             own = [items[index] for index in indices]
-            features = self._encode_pictures(own) if size else self._encode_audio(own)
+            features = self._encode_images(own) if size else self._encode_audio(own)
             found |= dict(zip(indices, features, strict=True))
         return [found[index] for index in range(len(items))]
 
-    def _encode_pictures(self, items: Sequence[MediaItem]) -> list[Tensor]:
+    def _encode_images(self, items: Sequence[MediaItem]) -> list[Tensor]:
         model, patches = self.module.model, torch.cat([self.normalized(item) for item in items])
         positions = upload(self._places(items[0].shape.grid), patches.device).expand(len(patches), -1, -1)
         encoded = [

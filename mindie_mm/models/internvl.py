@@ -26,10 +26,10 @@ from mindie_mm.models._original_tokenizer import original_tokenizer
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.resolved import context_length
 from mindie_mm.nn.family import Placeholder, Plan, Processor, Spelling, Write
+from mindie_mm.nn.images import ImageModel
 from mindie_mm.nn.mindie import PLANES, InSegment, Layout
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.model_inputs import Item
-from mindie_mm.nn.pictures import PictureModel
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
 from mindie_mm.nn.pretrained_family import PretrainedFamily
 from mindie_mm.nn.splice import MediaItem, split_features
@@ -224,7 +224,7 @@ def _tile(config: Any, where: str) -> tuple[int, int]:
     return vision.image_size[0], int(rows * ratio) ** 2
 
 
-class InternVLModel(PictureModel, PretrainedModel):
+class InternVLModel(ImageModel, PretrainedModel):
     """The InternVL model. `module` is transformers' `InternVLForConditionalGeneration`."""
 
     traits = Traits(

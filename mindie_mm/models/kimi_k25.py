@@ -274,7 +274,7 @@ class KimiProcessor(Processor):
             f"{kind}_grid_thw": torch.tensor(self.chunks_of(item.shape.grid)),
         }
 
-    def pictures(self, arrays: Mapping[str, NDArray[Any]], grid: tuple[int, ...]) -> list[Pixels]:
+    def images(self, arrays: Mapping[str, NDArray[Any]], grid: tuple[int, ...]) -> list[Pixels]:
         (frames, rows, columns), patch = grid[:3], self.sizes["image"].patch
         if not frames:
             return []

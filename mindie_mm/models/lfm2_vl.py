@@ -245,7 +245,7 @@ class Lfm2VLProcessor(Processor):
             sizes.append((rows * side, columns * side))
         return max(sizes, key=lambda size: self._num_features(self._grid(*size)))
 
-    def pictures(self, arrays: Mapping[str, np.ndarray[Any, Any]], grid: tuple[int, ...]) -> list[Pixels]:
+    def images(self, arrays: Mapping[str, np.ndarray[Any, Any]], grid: tuple[int, ...]) -> list[Pixels]:
         if (array := arrays.get("pixel_values")) is None:
             return []
         patches, start, shown = array.reshape(len(array), self.patch, self.patch, 3), 0, []

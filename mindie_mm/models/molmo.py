@@ -260,8 +260,8 @@ class MolmoProcessor(Processor):
         mean, std = (upload(values, device) for values in (self.mean, self.std))
         crops = []
         for name, canvas in canvases(item).items():
-            picture = canvas.draw(to_device(item.view, name, device))
-            crops.append(cut_crops((picture - mean) / std, CROP, CROPS.step))
+            image = canvas.draw(to_device(item.view, name, device))
+            crops.append(cut_crops((image - mean) / std, CROP, CROPS.step))
         return cut_patches(torch.cat(crops), PATCH)
 
     def item_inputs(self, item: Item, device: torch.device) -> dict[str, Tensor]:

@@ -25,9 +25,9 @@ from mindie_mm.models._ovis2_tiles import covering_grid, num_tiles, padded_tiles
 from mindie_mm.nn.checkpoint.config_keys import words
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, Processor, Spelling, Write
+from mindie_mm.nn.images import ImageModel
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.model_inputs import Item
-from mindie_mm.nn.pictures import PictureModel
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
 from mindie_mm.nn.pretrained_family import PretrainedFamily
 from mindie_mm.nn.splice import MediaItem, split_features
@@ -202,7 +202,7 @@ def _tile(vision: Any, where: str) -> tuple[int, int]:
     return vision.image_size, (rows // vision.hidden_stride) ** 2
 
 
-class Ovis2Model(PictureModel, PretrainedModel):
+class Ovis2Model(ImageModel, PretrainedModel):
     """The Ovis2 model. `module` is transformers' `Ovis2ForConditionalGeneration`."""
 
     traits = Traits(vision_parts=("model.vision_tower",), projector_parts=("model.visual_embeddings_table",))

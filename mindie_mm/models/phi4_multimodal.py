@@ -32,10 +32,10 @@ from mindie_mm.models._phi4_multimodal_original import ORIGINAL, translated
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.resolved import context_length
 from mindie_mm.nn.family import Placeholder, Plan, Processor, Spelling, Write
+from mindie_mm.nn.images import ImageModel
 from mindie_mm.nn.model import ModelSpec, Positions
 from mindie_mm.nn.model_inputs import Item, padded_cat
 from mindie_mm.nn.paged_batch import PagedBatch
-from mindie_mm.nn.pictures import PictureModel
 from mindie_mm.nn.pixels import HALF, Normalization
 from mindie_mm.nn.pretrained_family import PretrainedFamily
 from mindie_mm.nn.splice import MediaItem
@@ -205,11 +205,11 @@ class Phi4MultimodalProcessor(Processor):
 
     def item_inputs(self, item: Item, device: torch.device) -> dict[str, Tensor]:
         if item.shape.kind == "audio":
-            sound = to_device(item.view, _FBANK, device).unsqueeze(0)
+            frames = to_device(item.view, _FBANK, device).unsqueeze(0)
             return {
-                "audio_input_features": sound,
+                "audio_input_features": frames,
                 "audio_embed_sizes": torch.tensor([item.shape.num_features]),
-                "audio_attention_mask": torch.ones(sound.shape[:2], dtype=torch.bool),
+                "audio_attention_mask": torch.ones(frames.shape[:2], dtype=torch.bool),
             }
         rows, columns, height, width = item.shape.grid
         canvas = self.normalized(item, device)
@@ -253,7 +253,7 @@ def _shown(grid: Sequence[int]) -> tuple[int, int]:
     return -(-grid[2] // 2), -(-grid[3] // 2)
 
 
-class Phi4MultimodalModel(PictureModel, PretrainedModel):
+class Phi4MultimodalModel(ImageModel, PretrainedModel):
     """The Phi-4-multimodal model. `module` is transformers' `Phi4MultimodalForCausalLM`.
 
     The first axis of the positions advances. The second axis states the adapter, and the third the rotary frequencies.

@@ -30,7 +30,7 @@ from mindie_mm.nn.model import Model, ModelSpec, Positions
 from mindie_mm.nn.model_inputs import Item
 from mindie_mm.nn.paged_batch import PagedBatch
 from mindie_mm.nn.paged_cache import KVLayer
-from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, normalize_pictures
+from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, normalize_images
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.staging import to_device
 from mindie_mm.nn.traits import Traits
@@ -153,9 +153,7 @@ class QwenVLProcessor(Processor):
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
             resized = np.asarray(Image.fromarray(image.decode()).resize((size, size), Image.Resampling.BICUBIC))
             if _PIXELS in arrays:
-                arrays[_PIXELS][...] = normalize_pictures(
-                    torch.tensor(resized).unsqueeze(0), CLIP_MEAN, CLIP_STD
-                ).numpy()
+                arrays[_PIXELS][...] = normalize_images(torch.tensor(resized).unsqueeze(0), CLIP_MEAN, CLIP_STD).numpy()
             else:
                 arrays[_BYTES][...] = resized
 
@@ -174,8 +172,8 @@ class QwenVLProcessor(Processor):
         """Return the normalized pixels of an item in either wire format, float32 [1, 3, size, size]."""
         if _PIXELS in item.view:
             return to_device(item.view, _PIXELS, device)
-        picture = to_device(item.view, _BYTES, device)
-        return normalize_pictures(picture.unsqueeze(0), CLIP_MEAN, CLIP_STD)
+        image = to_device(item.view, _BYTES, device)
+        return normalize_images(image.unsqueeze(0), CLIP_MEAN, CLIP_STD)
 
 
 class QwenVLModel(Model):

@@ -243,7 +243,7 @@ class Processor(ModelInputs, ABC):
         """Add the ids that the reference processor puts around an encoded prompt. Items are not expanded yet."""
         return ids
 
-    def pictures(self, arrays: Mapping[str, NDArray[Any]], grid: tuple[int, ...]) -> list[NDArray[np.uint8]]:
+    def images(self, arrays: Mapping[str, NDArray[Any]], grid: tuple[int, ...]) -> list[NDArray[np.uint8]]:
         """Return the pixels of an item for display.
 
         Args:
@@ -255,7 +255,7 @@ class Processor(ModelInputs, ABC):
 
         """
         shown = [array for array in arrays.values() if array.ndim >= 3 and array.shape[-1] == 3]
-        return [picture for array in shown for picture in as_bytes(array).reshape(-1, *array.shape[-3:])]
+        return [image for array in shown for image in as_bytes(array).reshape(-1, *array.shape[-3:])]
 
 
 class Family(ABC):

@@ -58,11 +58,11 @@ def normalize_planes(
     return values.sub_(scaled_mean.view(channels)).div_(scaled_std.view(channels)).view(len(planes), -1)
 
 
-def normalize_pictures(pictures: torch.Tensor, mean: Sequence[float], std: Sequence[float]) -> torch.Tensor:
+def normalize_images(images: torch.Tensor, mean: Sequence[float], std: Sequence[float]) -> torch.Tensor:
     """Normalize images as torchvision's ToTensor and Normalize do, bit for bit.
 
     Args:
-        pictures: uint8 [n, H, W, 3].
+        images: uint8 [n, H, W, 3].
         mean: Mean of each channel.
         std: Standard deviation of each channel.
 
@@ -70,7 +70,7 @@ def normalize_pictures(pictures: torch.Tensor, mean: Sequence[float], std: Seque
         float32 [n, 3, H, W].
 
     """
-    planes = pictures.permute(0, 3, 1, 2)
+    planes = images.permute(0, 3, 1, 2)
     own_mean, own_std = (upload(values, planes.device).view(1, 3, 1, 1) for values in (mean, std))
     return planes.float().div_(255).sub_(own_mean).div_(own_std)
 

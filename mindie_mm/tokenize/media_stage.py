@@ -123,7 +123,7 @@ class RequestMedia(Writer):
         Each prompt is a pair of its media and the salt of their digests. With `alone`, each item is planned as if its
         prompt had no other items.
 
-        Pictures of a prompt are not decoded until all items of the prompt have been checked against the limits.
+        Images of a prompt are not decoded until all items of the prompt have been checked against the limits.
 
         Raises:
             InputError: An item is invalid. The message says which item.
@@ -198,7 +198,7 @@ class RequestMedia(Writer):
         of_prompt = Work(self._stage.caps)
         for item in items:
             with naming(item.name):
-                of_prompt.add_picture(item.plan.picture_pixels)
+                of_prompt.add_image(item.plan.image_pixels)
                 of_prompt.add_video(item.plan.video_pixels)
         return items
 

@@ -140,7 +140,7 @@ def test_the_default_caps_allow_a_large_request():
     for count, pixels in ((32, 4032 * 3024), (2048, 640 * 480)):
         taken = Work(MediaCaps())
         for _ in range(count):
-            taken.add_picture(pixels)
+            taken.add_image(pixels)
 
 
 @pytest.mark.parametrize(

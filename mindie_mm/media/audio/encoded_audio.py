@@ -230,7 +230,7 @@ def open_audio(data: Data, rate: int | None = None) -> EncodedAudio | DecodedAud
     return EncodedAudio.open(data)
 
 
-def num_sound_tracks(data: bytes) -> int:
+def num_audio_tracks(data: bytes) -> int:
     """Return the number of audio tracks that FFmpeg finds in a video, or 0 if the data cannot be read."""
     with (
         suppress(MediaError),

@@ -23,7 +23,7 @@ from mindie_mm.errors import LimitExceeded, MediaError
 from mindie_mm.media.document.font_mapper import FontMapper
 from mindie_mm.media.document.fonts import find_faces
 from mindie_mm.media.document.glyphs import IMAGE, fonts_not_embedded, missing_characters, objects
-from mindie_mm.media.guard.caps import add_picture, caps, check_pixels
+from mindie_mm.media.guard.caps import add_image, caps, check_pixels
 
 DPI = 144
 """Resolution of a rendered page in dots per inch.
@@ -155,7 +155,7 @@ class PdfPage:
 
 def open_page(page: PdfPage) -> PdfPage:
     """Count the pixels of `page` and return it. Raise LimitExceeded if the page or the request has too many pixels."""
-    add_picture(page.width, page.height)
+    add_image(page.width, page.height)
     return page
 
 

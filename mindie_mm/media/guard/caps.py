@@ -36,7 +36,7 @@ class Work:
     caps: MediaCaps
     limits_request_pixels: bool = True
     """True if `max_request_pixels` applies."""
-    picture_pixels: int = 0
+    image_pixels: int = 0
     """Number of pixels of images, including video frames that are images."""
     video_pixels: int = 0
     """Number of pixels of decoded video frames, including frames between the sampled frames."""
@@ -45,12 +45,12 @@ class Work:
     sample: VideoSample | None = None
     """Sample of the encoded video that was sampled last."""
 
-    def add_picture(self, pixels: int) -> None:
+    def add_image(self, pixels: int) -> None:
         """Count the pixels of an image. Raise LimitExceeded if the images of the request have too many pixels."""
-        self.picture_pixels += pixels
-        if self.limits_request_pixels and self.picture_pixels > (limit := self.caps.max_request_pixels):
+        self.image_pixels += pixels
+        if self.limits_request_pixels and self.image_pixels > (limit := self.caps.max_request_pixels):
             raise LimitExceeded(
-                f"the request's images and frames have at least {self.picture_pixels} pixels in total; the "
+                f"the request's images and frames have at least {self.image_pixels} pixels in total; the "
                 f"limit is {limit} (--max-request-pixels)"
             )
 
@@ -92,10 +92,10 @@ def check_pixels(width: int, height: int) -> None:
         raise LimitExceeded(f"the image has {width}x{height} = {width * height} pixels; the limit is {max_pixels}")
 
 
-def add_picture(width: int, height: int) -> None:
+def add_image(width: int, height: int) -> None:
     """Count an image that is to be decoded. Raise LimitExceeded if the image or the request has too many pixels."""
     check_pixels(width, height)
-    work().add_picture(width * height)
+    work().add_image(width * height)
 
 
 @contextmanager

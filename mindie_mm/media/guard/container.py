@@ -71,12 +71,12 @@ _VIDEO_CODECS = (
     "h264,hevc,libdav1d,av1,vp8,vp9,mpeg1video,mpeg2video,mpeg4,h263,flv,msmpeg4v1,msmpeg4v2,msmpeg4,wmv1,wmv2,wmv3,vc1,"
     "theora,mjpeg,prores,dnxhd,ffv1,huffyuv,rawvideo,gif,dvvideo,qtrle,cinepak"
 )
-_SOUND_CODECS = (
+_AUDIO_CODECS = (
     "aac,aac_latm,ac3,eac3,alac,amrnb,amrwb,flac,mp2,mp2float,mp3,mp3float,opus,vorbis,wmav1,wmav2,wmapro,gsm_ms,"
     "adpcm_ima_qt,adpcm_ima_wav,adpcm_ms,pcm_alaw,pcm_mulaw,pcm_f32be,pcm_f32le,pcm_f64be,pcm_f64le,pcm_s16be,"
     "pcm_s16le,pcm_s24be,pcm_s24le,pcm_s32be,pcm_s32le,pcm_s8,pcm_u8,pcm_bluray,pcm_dvd"
 )
-CODECS = frozenset([*_VIDEO_CODECS.split(","), *_SOUND_CODECS.split(",")])
+CODECS = frozenset([*_VIDEO_CODECS.split(","), *_AUDIO_CODECS.split(",")])
 """FFmpeg's names of the decoders that may run.
 
 FFmpeg has hundreds of other decoders, for example for the formats of games and cameras. Few of them have been fuzzed.

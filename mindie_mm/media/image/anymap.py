@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mindie_mm.errors import LimitExceeded, MediaError
-from mindie_mm.media.guard.caps import add_picture, work
+from mindie_mm.media.guard.caps import add_image, work
 from mindie_mm.media.image.colours import scaled_floats, scaled_integers
 
 ANYMAP_START = re.compile(rb"P[1-6f][\s#]")
@@ -77,7 +77,7 @@ class Anymap:
             )
         if match[1] in b"123" and (num_comments := data.count(b"#", match.end())) > MAX_COMMENTS:
             raise LimitExceeded(f"the portable anymap has {num_comments} comments; the limit is {MAX_COMMENTS}")
-        add_picture(width, height)
+        add_image(width, height)
         work().is_rgb &= match[1] in b"36"
         scale = match[4] if match.re.groups == 4 else b""
         if (nbytes := _raster_bytes(match[1], width, height, scale)) and ANYMAP_START.match(data, match.end() + nbytes):

@@ -19,7 +19,7 @@ from mindie_mm.media.document.pages import DocumentPage
 from mindie_mm.media.document.pdf import PdfPage, open_page
 from mindie_mm.media.document.tiff import TiffPage, image_of_tiff, is_tiff
 from mindie_mm.media.guard.boxes import check_boxes
-from mindie_mm.media.guard.caps import add_picture, caps, check_pixels, work
+from mindie_mm.media.guard.caps import add_image, caps, check_pixels, work
 from mindie_mm.media.guard.segments import JPEG_START, MAX_SCANS, PNG_START, check_parts, check_scans, jpeg_head
 from mindie_mm.media.image.anymap import ANYMAP_START, Anymap
 from mindie_mm.media.image.colours import (
@@ -33,7 +33,7 @@ from mindie_mm.media.image.colours import (
 )
 from mindie_mm.media.image.heic import HeicImage
 from mindie_mm.media.image.heif_boxes import is_heif
-from mindie_mm.media.image.icons import ICON_START, picture_of_icon
+from mindie_mm.media.image.icons import ICON_START, image_of_icon
 from mindie_mm.media.image.png_chunks import with_tidy_chunks
 from mindie_mm.settings.config import MAX_IMAGE_PIXELS, Colour
 from mindie_mm.settings.environment import limit_jpeg_scans_in_tiffs
@@ -92,12 +92,12 @@ class EncodedImage:
         num_bytes = len(data)
         try:
             if data.startswith(ICON_START):
-                data = picture_of_icon(data)
+                data = image_of_icon(data)
             if data.startswith(PNG_START):
                 data = with_tidy_chunks(data)
             file = _open_file(data)
             width, height = file.size
-            add_picture(width, height)
+            add_image(width, height)
             if data.startswith(JPEG_START):  # `file.format` is MPO for a JPEG with several images
                 check_scans(data, width, height, up_to_end=True)
             work().is_rgb &= file.mode == "RGB"
@@ -216,7 +216,7 @@ def _open_bytes(data: bytes, *, drop_alpha: bool) -> PlainJpeg | Anymap | HeicIm
     if (size := _plain_jpeg(data)) is None:
         return EncodedImage.open(data, drop_alpha=drop_alpha)
     height, width, is_gray = size
-    add_picture(width, height)
+    add_image(width, height)
     check_scans(data, width, height, up_to_end=True)
     work().is_rgb &= not is_gray
     return PlainJpeg(height, width, data)

@@ -20,7 +20,7 @@ from PIL import Image
 
 from mindie_mm.errors import LimitExceeded, MediaError, MindieMMError
 from mindie_mm.media.guard.boxes import check_boxes
-from mindie_mm.media.guard.caps import add_picture, caps
+from mindie_mm.media.guard.caps import add_image, caps
 from mindie_mm.media.guard.container import coded_pixels
 from mindie_mm.media.image.colours import pil_to_rgb
 from mindie_mm.media.image.heif_boxes import Cursor, Items, pairs_of, read_items
@@ -93,10 +93,10 @@ class HeicImage:
         grid = _grid_of(items, items.primary)
         if any(items.kinds[tile] != _CODED for tile in grid.tiles):
             return None
-        add_picture(grid.columns * grid.tile_width, grid.rows * grid.tile_height)
+        add_image(grid.columns * grid.tile_width, grid.rows * grid.tile_height)
         alpha = None if drop_alpha else _alpha_of(items)
         if alpha is not None:
-            add_picture(alpha.columns * alpha.tile_width, alpha.rows * alpha.tile_height)
+            add_image(alpha.columns * alpha.tile_width, alpha.rows * alpha.tile_height)
         size = np.empty((grid.height, grid.width, 0), np.uint8)
         height, width, _ = _transformed(items, items.primary, size).shape
         return cls(height, width, items, grid, alpha, None if drop_alpha else caps().rgba_background_color)

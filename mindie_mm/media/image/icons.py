@@ -17,7 +17,7 @@ MAX_SIDE = 256
 _ENTRY = "<BBBBHHII"
 
 
-def picture_of_icon(data: bytes) -> bytes:
+def image_of_icon(data: bytes) -> bytes:
     """Return the largest image of the icon `data`, as a PNG or as an icon that contains only this bitmap.
 
     Pillow decodes an icon when it opens the file, before the size can be checked. Among images of equal size, this
@@ -30,24 +30,24 @@ def picture_of_icon(data: bytes) -> bytes:
 
     """
     _, num_bytes, offset = max(_entries(data))
-    picture = data[offset:]
-    if picture.startswith(PNG_START):
-        return picture
-    width, height = _size_of_bitmap(picture)
+    image = data[offset:]
+    if image.startswith(PNG_START):
+        return image
+    width, height = _size_of_bitmap(image)
     if max(width, height) > MAX_SIDE:
         raise LimitExceeded(f"the icon's bitmap has {width}x{height} pixels; the limit is {MAX_SIDE}x{MAX_SIDE}")
-    (bits,) = struct.unpack_from("<H", picture, 14 if picture[0] > 12 else 10)
+    (bits,) = struct.unpack_from("<H", image, 14 if image[0] > 12 else 10)
     if bits == 32:
-        picture = _with_alpha(picture[:num_bytes], width, height)
+        image = _with_alpha(image[:num_bytes], width, height)
     head = ICON_START + struct.pack("<H", 1)
     entry = struct.pack(_ENTRY, width % MAX_SIDE, height % MAX_SIDE, 0, 0, 1, bits, num_bytes, len(head) + 16)
-    return head + entry + picture[:num_bytes]
+    return head + entry + image[:num_bytes]
 
 
 def _entries(data: bytes) -> Iterator[tuple[tuple[int, int], int, int]]:
     """Yield three values for each image: the sort key by which Pillow chooses, the size in bytes and the offset."""
-    (num_pictures,) = struct.unpack_from("<H", data, 4)
-    for place in range(num_pictures):
+    (num_images,) = struct.unpack_from("<H", data, 4)
+    for place in range(num_images):
         width, height, colours, _, _, bits, num_bytes, offset = struct.unpack_from(_ENTRY, data, 6 + 16 * place)
         depth = bits or (math.ceil(math.log2(colours)) if colours else 0) or 256
         yield ((width or 256) * (height or 256), -depth), num_bytes, offset

@@ -111,7 +111,7 @@ class Animation:
             LimitExceeded: The request would decode too many pixels.
 
         """
-        self.work.add_picture((indices[-1] + 1) * self.height * self.width)
+        self.work.add_image((indices[-1] + 1) * self.height * self.width)
 
     def decode(self, indices: Sequence[int]) -> Iterator[Pixels]:
         """Yield the frame for each of the ascending `indices` as RGB pixels, uint8 [height, width, 3].

@@ -303,8 +303,8 @@ class SampledVideo:
         _check_length(len(frames), fps, limits)
         for index, frame in enumerate(frames if isinstance(frames, tuple) else frames[:1]):
             with naming(f"frame {index}"):
-                picture = open_image(frame)
-                sizes.append((picture.height, picture.width))
+                image = open_image(frame)
+                sizes.append((image.height, image.width))
                 _check_size(*sizes[index], limits.max_video_pixels)
             if sizes[index] != sizes[0]:
                 (height, width), (first_height, first_width) = sizes[index], sizes[0]

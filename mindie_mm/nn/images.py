@@ -11,7 +11,7 @@ from mindie_mm.nn.pixels import joined
 from mindie_mm.nn.splice import MediaItem
 
 
-class PictureModel(MediaModel):
+class ImageModel(MediaModel):
     """A mixin for models whose towers take normalized images. List this class before the other base class."""
 
     def pixels(self, items: Sequence[MediaItem]) -> Tensor:
