@@ -40,7 +40,7 @@ ROUNDS = 15
 ARENA_BYTES = 2**30
 
 
-class Pictures:
+class Images:
     """A source of requests whose images all differ."""
 
     def __init__(self, folder: Path) -> None:
@@ -72,7 +72,7 @@ async def measure(folder: Path) -> dict[str, Any]:
     checkpoint = write_checkpoint(folder / "checkpoint")
     path = checkpoint / "preprocessor_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"max_pixels": 12_845_056}), encoding="utf-8")
-    pictures = Pictures(folder)
+    images = Images(folder)
     settings = {"arena_bytes": ARENA_BYTES, "arena_request_bytes": ARENA_BYTES, "preprocessed_cache_bytes": 0}
     one = await AsyncTokenizer.start(checkpoint, WorkerConfig(decoders=1, **settings))
     two = await AsyncTokenizer.start(checkpoint, WorkerConfig(decoders=2, **settings))
@@ -80,11 +80,11 @@ async def measure(folder: Path) -> dict[str, Any]:
     each = await AsyncTokenizer.start(checkpoint, isolating)
     try:
         with Tokenizer.from_pretrained(checkpoint, arena=Arena.create(2**27)) as script:
-            figures = await _hop(script, one, pictures)
-        figures |= await _parallel(one, two, pictures)
-        figures |= await _crowd(two, pictures)
-        figures |= await _domains(two, each, pictures)
-        figures |= await _latency(two, pictures)
+            figures = await _hop(script, one, images)
+        figures |= await _parallel(one, two, images)
+        figures |= await _crowd(two, images)
+        figures |= await _domains(two, each, images)
+        figures |= await _latency(two, images)
     finally:
         await each.close()
         await one.close()
@@ -92,61 +92,61 @@ async def measure(folder: Path) -> dict[str, Any]:
     return figures | _copying(folder)
 
 
-async def _hop(script: Tokenizer, one: AsyncTokenizer, pictures: Pictures) -> dict[str, float]:
+async def _hop(script: Tokenizer, one: AsyncTokenizer, images: Images) -> dict[str, float]:
     """Measure the time for one image, decoded in the script's process and by a decoder process."""
     alone: list[float] = []
     decoded: list[float] = []
     for turn in range(ROUNDS + 2):
-        request = pictures.request(1)
+        request = images.request(1)
         start = time.perf_counter()
         script.answer(request)
         in_script = time.perf_counter() - start
-        by_decoder = await timed(one, pictures.request(1))
+        by_decoder = await timed(one, images.request(1))
         if turn >= 2:
             alone.append(in_script)
             decoded.append(by_decoder)
-        release(pictures.path_file)
+        release(images.path_file)
     return {
-        "one_picture_in_the_script_ms": 1e3 * median(alone),
-        "one_picture_by_a_decoder_ms": 1e3 * median(decoded),
+        "one_image_in_the_script_ms": 1e3 * median(alone),
+        "one_image_by_a_decoder_ms": 1e3 * median(decoded),
         "ratio": median([b / a for a, b in zip(alone, decoded, strict=True)]),
     }
 
 
-async def _parallel(one: AsyncTokenizer, two: AsyncTokenizer, pictures: Pictures) -> dict[str, float]:
+async def _parallel(one: AsyncTokenizer, two: AsyncTokenizer, images: Images) -> dict[str, float]:
     """Measure one request with many images, with one decoder and with two."""
     ratios, seconds = [], []
     for _ in range(5):
-        by_one = await timed(one, pictures.request(MANY))
-        release(pictures.path_file)
-        by_two = await timed(two, pictures.request(MANY))
-        release(pictures.path_file)
+        by_one = await timed(one, images.request(MANY))
+        release(images.path_file)
+        by_two = await timed(two, images.request(MANY))
+        release(images.path_file)
         ratios.append(by_one / by_two)
         seconds.append(by_two)
-    return {f"{MANY}_pictures_by_two_s": median(seconds), f"{MANY}_pictures_two_decoders_over_one": median(ratios)}
+    return {f"{MANY}_images_by_two_s": median(seconds), f"{MANY}_images_two_decoders_over_one": median(ratios)}
 
 
-async def _crowd(two: AsyncTokenizer, pictures: Pictures) -> dict[str, float]:
+async def _crowd(two: AsyncTokenizer, images: Images) -> dict[str, float]:
     """Measure a request with one image while a request with CROWD images is in progress."""
     idle, busy = [], []
     for _ in range(5):
-        idle.append(await timed(two, pictures.request(1, "other.txt")))
-        release(Path(pictures.path_file).with_name("other.txt"))
-    crowd = asyncio.create_task(two.tokenize(pictures.request(CROWD)))
+        idle.append(await timed(two, images.request(1, "other.txt")))
+        release(Path(images.path_file).with_name("other.txt"))
+    crowd = asyncio.create_task(two.tokenize(images.request(CROWD)))
     await asyncio.sleep(0.2)
     while not crowd.done():
-        busy.append(await timed(two, pictures.request(1, "other.txt")))
-        release(Path(pictures.path_file).with_name("other.txt"))
+        busy.append(await timed(two, images.request(1, "other.txt")))
+        release(Path(images.path_file).with_name("other.txt"))
     await crowd
-    release(pictures.path_file)
+    release(images.path_file)
     return {
-        "one_picture_idle_ms": 1e3 * median(idle),
-        f"one_picture_beside_{CROWD}_ms": 1e3 * median(busy),
-        "added_over_one_picture": median(busy) / median(idle) - 1,
+        "one_image_idle_ms": 1e3 * median(idle),
+        f"one_image_beside_{CROWD}_ms": 1e3 * median(busy),
+        "added_over_one_image": median(busy) / median(idle) - 1,
     }
 
 
-async def _domains(two: AsyncTokenizer, each: AsyncTokenizer, pictures: Pictures) -> dict[str, float]:
+async def _domains(two: AsyncTokenizer, each: AsyncTokenizer, images: Images) -> dict[str, float]:
     """Measure requests per second and processor time, with requests that alternate between trust domains."""
     variants = {f"{number}_domains": (two, number) for number in DOMAINS} | {"each_request": (each, 1)}
     rates: dict[str, list[float]] = {name: [] for name in variants}
@@ -154,7 +154,7 @@ async def _domains(two: AsyncTokenizer, each: AsyncTokenizer, pictures: Pictures
     for _ in range(5):
         for name, (tokenizer, num_domains) in variants.items():
             requests = iter(
-                [pictures.request(1, f"domain{index}.txt", f"salt {index % num_domains}") for index in range(PER_ROUND)]
+                [images.request(1, f"domain{index}.txt", f"salt {index % num_domains}") for index in range(PER_ROUND)]
             )
 
             async def send(tokenizer: AsyncTokenizer = tokenizer, requests: Any = requests) -> None:
@@ -163,8 +163,8 @@ async def _domains(two: AsyncTokenizer, each: AsyncTokenizer, pictures: Pictures
                     release(request.path_file)
 
             for index in range(min(num_domains, 8)):  # so many decoders are kept
-                await tokenizer.tokenize(pictures.request(1, salt=f"salt {index}"))
-                release(pictures.path_file)
+                await tokenizer.tokenize(images.request(1, salt=f"salt {index}"))
+                release(images.path_file)
             used, start = _processor_s(tokenizer), time.perf_counter()
             await asyncio.gather(*(send() for _ in range(AT_ONCE)))
             rates[name].append(PER_ROUND / (time.perf_counter() - start))
@@ -176,17 +176,17 @@ async def _domains(two: AsyncTokenizer, each: AsyncTokenizer, pictures: Pictures
     return figures | {"replacement_processor_ms": 1e3 * median(more)}
 
 
-async def _latency(two: AsyncTokenizer, pictures: Pictures) -> dict[str, float]:
+async def _latency(two: AsyncTokenizer, images: Images) -> dict[str, float]:
     """Measure one request at a time, in one trust domain and in a new one each time, when a spare decoder is ready."""
     same: list[float] = []
     new: list[float] = []
     for turn in range(4 * ROUNDS):
         for salt, found in (("", same), (f"new {turn}", new)):
             await asyncio.sleep(0.05)
-            found.append(await timed(two, pictures.request(1, salt=salt)))
-            release(pictures.path_file)
-            found.append(await timed(two, pictures.request(1, salt=salt)))
-            release(pictures.path_file)
+            found.append(await timed(two, images.request(1, salt=salt)))
+            release(images.path_file)
+            found.append(await timed(two, images.request(1, salt=salt)))
+            release(images.path_file)
     return {"same_domain_ms": 1e3 * median(same[1::2]), "new_domain_ms": 1e3 * median(new[::2])}
 
 

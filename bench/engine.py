@@ -118,7 +118,7 @@ async def measure_prefix(path: Path, folder: Path) -> dict[str, Any]:
         await engine.close()
     first, second = (median(times[1:]) for times in seconds)
     return {
-        "picture_prompt": len(ids),
+        "image_prompt": len(ids),
         "first_token_ms": round(first * 1e3, 2),
         "first_token_again_ms": round(second * 1e3, 2),
         "first_token_again_ratio": round(first / second, 1),

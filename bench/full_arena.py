@@ -37,24 +37,24 @@ def ask(service: RunningService, *media: dict[str, Any], max_tokens: int = 1) ->
 
 def measure(service: RunningService) -> dict[str, Any]:
     """Return all figures."""
-    pictures = [image(data_url(photograph(size=(SIDE, SIDE + 28 * n)))) for n in range(NUM_ANSWERS + 2)]
-    ask(service, pictures[0])
+    parts = [image(data_url(photograph(size=(SIDE, SIDE + 28 * n)))) for n in range(NUM_ANSWERS + 2)]
+    ask(service, parts[0])
     idle = [ask(service)[1] for _ in range(NUM_TEXTS)]
     context = service.get("/v1/models")["data"][0]["max_model_len"]
     with ThreadPoolExecutor(NUM_ANSWERS + 2) as threads:
-        long = [threads.submit(ask, service, picture, max_tokens=context // 2) for picture in pictures[:NUM_ANSWERS]]
+        long = [threads.submit(ask, service, part, max_tokens=context // 2) for part in parts[:NUM_ANSWERS]]
         time.sleep(0.1)
-        further = [threads.submit(ask, service, picture) for picture in pictures[NUM_ANSWERS:]]
+        further = [threads.submit(ask, service, part) for part in parts[NUM_ANSWERS:]]
         beside = []
         while len(beside) < NUM_TEXTS and not all(answer.done() for answer in long):
             beside.append(ask(service)[1])
-        pictured = [answer.result() for answer in further]
+        answered = [answer.result() for answer in further]
         still_running = sum(not answer.done() for answer in long)
     return {
         "text_idle_s": round(median(idle), 4),
         "text_beside_s": round(median(beside), 4),
         "ratio": round(median(beside) / median(idle), 2),
-        "further_pictures": [(status, round(seconds, 3)) for status, seconds in pictured],
+        "further_images": [(status, round(seconds, 3)) for status, seconds in answered],
         "long_answers_still_running_then": still_running,
         "long_answers_s": [round(answer.result()[1], 2) for answer in long],
     }

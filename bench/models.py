@@ -52,7 +52,7 @@ from tests.models.contract import FamilyContract
 from tests.sound_samples import tone
 from tests.transformers_reference import AutoTokenizer
 
-PICTURE = (640, 480)
+IMAGE = (640, 480)
 CLIP = (8, 360, 480)
 """Number of frames, height and width of the video."""
 SECONDS = 10.0
@@ -73,8 +73,8 @@ _VISION_384 = {"vision_config": {"image_size": 384, "patch_size": 16}}
 _SIDE_384 = {"size": {"height": 384, "width": 384}, "min_size": 14}
 _QWEN_PIXELS = {"min_pixels": 56 * 56, "max_pixels": 12_845_056}
 _QWEN_VIDEOS = {"min_pixels": 128 * 28 * 28, "max_pixels": 768 * 28 * 28}
-_SOUND = {"feature_size": 128, "chunk_length": 30, "n_samples": 480_000, "nb_max_frames": 3000}
-_LONG_SOUND = {"feature_size": 128, "chunk_length": 300, "n_samples": 4_800_000, "nb_max_frames": 30_000}
+_AUDIO = {"feature_size": 128, "chunk_length": 30, "n_samples": 480_000, "nb_max_frames": 3000}
+_LONG_AUDIO = {"feature_size": 128, "chunk_length": 300, "n_samples": 4_800_000, "nb_max_frames": 30_000}
 REAL: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "qwen2_vl": {"preprocessor_config": _QWEN_PIXELS},
     "qwen2_5_vl": {"preprocessor_config": _QWEN_PIXELS, "video_preprocessor_config": _QWEN_VIDEOS},
@@ -87,12 +87,12 @@ REAL: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "processor_config": {
             "image_processor": {"size": {"shortest_edge": 56 * 56, "longest_edge": 12_845_056}},
             "video_processor": {"size": {"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28}},
-            "feature_extractor": _LONG_SOUND,
+            "feature_extractor": _LONG_AUDIO,
         },
     },
     "qwen2_audio": {
         "config": {"audio_config": {"num_mel_bins": 128, "max_source_positions": 1500}},
-        "processor_config": {"feature_extractor": _SOUND},
+        "processor_config": {"feature_extractor": _AUDIO},
     },
     "llava": _CLIP_336,
     "llava_next": {
@@ -231,7 +231,7 @@ def sources() -> dict[Kind, Any]:
     frames = np.stack([np.asarray(photograph("coffee.png", (CLIP[2], CLIP[1])))] * CLIP[0])
     for index, frame in enumerate(frames):
         frames[index] = np.roll(frame, 4 * index, axis=1)
-    return {"image": encoded(photograph("coffee.png", PICTURE), quality=90), "video": frames, "audio": tone(SECONDS)}
+    return {"image": encoded(photograph("coffee.png", IMAGE), quality=90), "video": frames, "audio": tone(SECONDS)}
 
 
 def preprocessing(
@@ -473,7 +473,7 @@ def main(names: Sequence[str] = (), cores: Sequence[int] = (1, 2)) -> None:
                 figures[name] = measure(classes[name], arena, Path(folder), cores)
             print(name, json.dumps(figures[name]), flush=True)
     if not names:
-        settings = {"picture": PICTURE, "clip": CLIP, "seconds_of_sound": SECONDS, "prompt": PROMPT}
+        settings = {"image": IMAGE, "clip": CLIP, "seconds_of_audio": SECONDS, "prompt": PROMPT}
         write("models", {**settings, "unit": "milliseconds", "families": figures})
         tables = [table(figures, count) for count in cores]
         (RESULTS / "models.md").write_text(

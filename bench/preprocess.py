@@ -43,7 +43,7 @@ ROUNDS = {(640, 480): 10, (1420, 720): 7, (1920, 1080): 5, (4000, 3000): 2}
 RUN = 4
 """Number of consecutive runs per turn. A tokenizer process also repeats the same work."""
 ARENA_BYTES = 128 * 2**20
-OURS, AGAIN = "ours", "ours, of a picture that came before"
+OURS, AGAIN = "ours", "ours, of an image that came before"
 DECODE_AND_RESIZE, TORCHVISION, PIL = "decode + resize alone", "torchvision", "PIL"
 
 

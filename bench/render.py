@@ -33,7 +33,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from bench.report import write
 from bench.scale.processor_time import seconds_of
-from bench.serve.pictures import Size, data_url
+from bench.serve.images import Size, data_url
 from mindie_mm.shm import release
 from mindie_mm.shm.path_file import PATH_FILE_NAME
 from mindie_mm.tokenize import Tokenizer

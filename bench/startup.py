@@ -21,13 +21,13 @@ import psutil
 
 from bench.report import median, write
 from bench.scale.processor_time import tasks
+from bench.serve.images import Size
 from bench.serve.load import Load, Server, drive, seeds, session
-from bench.serve.pictures import Size
 from mindie_mm.nn.checkpoint.directory import EMBEDDED
 from tools.random_checkpoint import write_checkpoint
 from tools.serving import RunningService, running_service
 
-PICTURE = Size(640, 480)
+IMAGE = Size(640, 480)
 REQUESTS = 16
 MiB = 2**20
 SMALL_CACHES = {
@@ -84,9 +84,9 @@ def _row(name: str, checkpoint: Path, settings: dict[str, int], starts: int, fol
 
 
 async def _load(service: RunningService) -> None:
-    load, server = Load(PICTURE, 4, REQUESTS), Server(service.url, service.model)
+    load, server = Load(IMAGE, 4, REQUESTS), Server(service.url, service.model)
     async with session() as http:
-        outcome = await drive(http, server, load, load.pictures(seeds()))
+        outcome = await drive(http, server, load, load.images(seeds()))
     if faults := [answer.fault for answer in outcome.answers if answer.fault]:
         raise RuntimeError(faults[0])
 

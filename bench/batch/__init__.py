@@ -30,7 +30,7 @@ import torch
 
 from bench.batch import memory
 from bench.batch.contestants import Cost, Reference, fused, tokenize
-from bench.batch.pictures import CACHE, SIDES, pictures, rows
+from bench.batch.images import CACHE, SIDES, image_folder, rows
 from bench.report import RESULTS, median, plot, write
 from mindie_mm.batch.output.manifest import Manifest
 from tools.random_checkpoint import write_checkpoint
@@ -218,7 +218,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     torch.set_num_threads(1)
-    images = pictures(options.images)
+    images = image_folder(options.images)
     figures: dict[str, Any] = {
         "images": options.images,
         "bytes_of_jpegs": sum(file.stat().st_size for file in images.glob("*.jpg")),

@@ -88,7 +88,7 @@ def tokenize(rows: Path, checkpoint: Path, out: Path, workers: int, *options: st
     return clock.cost
 
 
-def fused(pictures: Sequence[Path], checkpoint: Path, path_file: Path) -> tuple[Cost, Cost]:
+def fused(images: Sequence[Path], checkpoint: Path, path_file: Path) -> tuple[Cost, Cost]:
     """Run the fused path of bench/preprocess.py, from the bytes of a JPEG to a published block in shared memory.
 
     Return the cost without reading the files, and the cost with reading the files.
@@ -97,7 +97,7 @@ def fused(pictures: Sequence[Path], checkpoint: Path, path_file: Path) -> tuple[
     alone = reading = Cost(0.0, 0.0)
     with Arena.create(ARENA_BYTES) as arena:
         arena.populated.wait()
-        for number, path in enumerate([*pictures[:8], *pictures]):  # the first eight are a warm-up
+        for number, path in enumerate([*images[:8], *images]):  # the first eight are a warm-up
             began = _process_now()
             data = path.read_bytes()
             was_read = _process_now()
@@ -131,8 +131,8 @@ class Reference:
         prompt = self._processor.tokenizer.apply_chat_template(
             [{"role": "user", "content": parts}], tokenize=False, add_generation_prompt=True
         )
-        with Image.open(image["image"]) as picture:
-            inputs: Any = self._processor(text=[prompt], images=[picture.convert("RGB")], return_tensors="np")
+        with Image.open(image["image"]) as opened:
+            inputs: Any = self._processor(text=[prompt], images=[opened.convert("RGB")], return_tensors="np")
         return row["id"], inputs["input_ids"][0], inputs["pixel_values"].astype(np.float32, copy=False)
 
     def loop(self, lines: Sequence[str], out: Path) -> tuple[Cost, int]:

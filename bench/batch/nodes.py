@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 from bench.batch.contestants import tokenize
-from bench.batch.pictures import CACHE, pictures, rows
+from bench.batch.images import CACHE, image_folder, rows
 from bench.report import RESULTS, median, write
 from tools.arguments import parser
 from tools.random_checkpoint import write_checkpoint
@@ -45,7 +45,7 @@ def seconds_a_row(folder: Path, checkpoint: Path, images: Path, num_nodes: int) 
 def main() -> None:
     parser(__doc__).parse_args()
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    images = pictures(ROWS)
+    images = image_folder(ROWS)
     sizes = range(1, MOST_NODES + 1)
     with tempfile.TemporaryDirectory(dir=CACHE) as name:
         folder = Path(name)

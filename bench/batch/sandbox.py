@@ -32,8 +32,8 @@ def rows(folder: Path) -> Path:
     """Write images, and the rows that ask about them. Return the path of the rows."""
     lines = []
     for row in range(NUM_ROWS):
-        picture = photograph(PHOTOGRAPHS[row % len(PHOTOGRAPHS)], SIZE)
-        (folder / f"{row}.jpg").write_bytes(encoded(picture, quality=85 + row % 10))
+        image = photograph(PHOTOGRAPHS[row % len(PHOTOGRAPHS)], SIZE)
+        (folder / f"{row}.jpg").write_bytes(encoded(image, quality=85 + row % 10))
         lines.append(json.dumps({"inputs": [{"image": f"{row}.jpg"}, {"text": "What is in this image?"}]}) + "\n")
     path = folder / "rows.jsonl"
     path.write_text("".join(lines), encoding="utf-8")

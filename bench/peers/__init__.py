@@ -29,12 +29,12 @@ from typing import Any
 from bench.peers.engines import ENGINES, Engine
 from bench.peers.install import FOLDER
 from bench.report import RESULTS, write
+from bench.serve.images import Size
 from bench.serve.load import Load, seeds
 from bench.serve.neighbours import busy_loops
-from bench.serve.pictures import Size
 from tools.random_checkpoint import SIZES, write_checkpoint
 
-PICTURE = Size(640, 480)
+IMAGE = Size(640, 480)
 LONG = 128
 SHORT = 16
 CLIENTS = (1, 4, 8)
@@ -93,7 +93,7 @@ async def _measure(options: argparse.Namespace, checkpoint: Path) -> dict[str, d
             for name in options.engines
         }
         for engine in engines.values():
-            await engine.drive(Load(PICTURE, 1, 2, max_tokens=SHORT), numbers)  # warm up
+            await engine.drive(Load(IMAGE, 1, 2, max_tokens=SHORT), numbers)  # warm up
         for number in range(options.rounds):
             turns = list(engines.items())
             for name, engine in turns if number % 2 == 0 else reversed(turns):
@@ -102,8 +102,8 @@ async def _measure(options: argparse.Namespace, checkpoint: Path) -> dict[str, d
 
 
 async def _figures(engine: Engine, requests: int, numbers: Any) -> dict[str, float]:
-    short = await engine.drive(Load(PICTURE, 1, requests, max_tokens=1), numbers)
-    long = await engine.drive(Load(PICTURE, 1, max(2, requests // 4), max_tokens=LONG), numbers)
+    short = await engine.drive(Load(IMAGE, 1, requests, max_tokens=1), numbers)
+    long = await engine.drive(Load(IMAGE, 1, max(2, requests // 4), max_tokens=LONG), numbers)
     rates = {clients: await _rate(engine, clients, requests * min(clients, 2), numbers) for clients in CLIENTS}
     kept = {}
     for loops in LOOPS:
@@ -123,4 +123,4 @@ async def _figures(engine: Engine, requests: int, numbers: Any) -> dict[str, flo
 
 async def _rate(engine: Engine, clients: int, requests: int, numbers: Any) -> float:
     """Return the number of short answers per second."""
-    return requests / (await engine.drive(Load(PICTURE, clients, requests, max_tokens=SHORT), numbers)).seconds
+    return requests / (await engine.drive(Load(IMAGE, clients, requests, max_tokens=SHORT), numbers)).seconds

@@ -46,9 +46,9 @@ class HttpEngine:
 
     async def drive(self, load: Load, numbers: Iterator[int]) -> Outcome:
         """Send each request over a new connection, because llama-server sometimes drops reused connections."""
-        pictures = await asyncio.to_thread(load.pictures, numbers)
+        images = await asyncio.to_thread(load.images, numbers)
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True, limit=0)) as http:
-            outcome = await drive(http, self._server, load, pictures)
+            outcome = await drive(http, self._server, load, images)
         if faults := [answer.fault for answer in outcome.answers if answer.fault]:
             raise RuntimeError(f"{self._server.url}: {faults[0]}")
         return outcome
@@ -67,10 +67,10 @@ class OpenVinoEngine:
     async def drive(self, load: Load, numbers: Iterator[int]) -> Outcome:
         """Write the images to files, and let the process answer one request per file."""
         files = []
-        for index, url in enumerate(await asyncio.to_thread(load.pictures, numbers)):
+        for index, url in enumerate(await asyncio.to_thread(load.images, numbers)):
             files.append(self._folder / f"{index}.jpg")
             files[-1].write_bytes(pybase64.b64decode(url.partition(",")[2]))
-        job = {"pictures": [*map(str, files)], "tokens": load.max_tokens, "clients": load.concurrent}
+        job = {"images": [*map(str, files)], "tokens": load.max_tokens, "clients": load.concurrent}
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(job | {"question": QUESTION}).encode() + b"\n")
         reply = await self.reply()

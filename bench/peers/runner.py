@@ -1,7 +1,7 @@
 """Run OpenVINO GenAI: python runner.py MODEL THREADS f32|int8.
 
 This script runs in the virtual environment that `bench.peers.install` creates. Each line of its input is a job, a JSON
-object with `pictures` (paths), `question`, `tokens` and `clients`. For each job, the script writes the times of each
+object with `images` (paths), `question`, `tokens` and `clients`. For each job, the script writes the times of each
 request and the duration of all requests together, in seconds. For one client, the script uses VLMPipeline, and for
 several clients ContinuousBatchingPipeline. Only VLMPipeline reports the time of each token.
 """
@@ -71,7 +71,7 @@ class TokenTimes(genai.StreamerBase):
 def answer_one(pipeline: genai.VLMPipeline, job: dict[str, Any]) -> list[dict[str, Any]]:
     """Answer the requests one after another."""
     answers = []
-    for path in job["pictures"]:
+    for path in job["images"]:
         times = TokenTimes()
         begun = time.perf_counter()
         pipeline.generate(job["question"], images=[read(path)], generation_config=config(job["tokens"]), streamer=times)
@@ -81,7 +81,7 @@ def answer_one(pipeline: genai.VLMPipeline, job: dict[str, Any]) -> list[dict[st
 
 def answer_several(pipeline: genai.ContinuousBatchingPipeline, job: dict[str, Any]) -> list[dict[str, Any]]:
     """Keep as many requests running as there are clients."""
-    waiting = list(enumerate(job["pictures"]))
+    waiting = list(enumerate(job["images"]))
     running: dict[int, tuple[Any, float]] = {}
     answers = []
     while waiting or running:

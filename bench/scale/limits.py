@@ -17,7 +17,7 @@ from bench.scale.stage_times import EngineTimes, RequestTimes
 BUSY = 0.95
 """Share of the time in which a busy accelerator has work."""
 CLIENTS = 64
-PICTURES = 400
+IMAGES = 400
 MOST_DECODERS = 128
 
 
@@ -44,7 +44,7 @@ def decoders(times: RequestTimes, accelerator_s: float) -> Decoders:
 
     def run(number: int) -> Decoders:
         layout = Layout(EngineTimes({}), decoders=number, accelerators=True, max_batched_tokens=1)
-        result = closed_loop(layout, request, 1, CLIENTS + number, PICTURES + 8 * number)
+        result = closed_loop(layout, request, 1, CLIENTS + number, IMAGES + 8 * number)
         shares = dict(result.utilization)
         busiest = max(shares, key=lambda name: shares[name])
         return Decoders(number, shares["engine 0"], busiest)

@@ -29,7 +29,7 @@ ACCELERATOR_MS = (2, 5, 10, 20, 50, 100)
 """Assumed times that an accelerator needs per image: tower, prefill and the image's share of the decode steps."""
 REPLICAS = (10, 100, 1000)
 EXPONENTS = (0.8, 1.0)
-PICTURE_TOKENS = 2703
+IMAGE_TOKENS = 2703
 """Tokens of an image of 1920x1080 pixels, as Qwen2-VL counts them."""
 TEXT_TOKENS = 100
 CACHE_TOKENS = 256 * 2**20 // (3584 * 2)
@@ -44,7 +44,7 @@ ENGINES = (1, 2, 4, 8, 16)
 STREAM = limits.Stream()
 PARTS = "decoders,senders,hit_rates"
 ASSUMPTIONS = {
-    "picture_tokens": PICTURE_TOKENS,
+    "image_tokens": IMAGE_TOKENS,
     "text_tokens": TEXT_TOKENS,
     "cache_tokens": CACHE_TOKENS,
     "media": MEDIA,
@@ -71,10 +71,10 @@ def hit_rate_table(numbers: Sequence[int]) -> list[dict[str, Any]]:
     rows = []
     for number in numbers:
         replicas = Replicas(number, CACHE_TOKENS, LOAD, SURPLUS_TOKENS)
-        held = CACHE_TOKENS // PICTURE_TOKENS
+        held = CACHE_TOKENS // IMAGE_TOKENS
         warm_up, requests = max(3 * held * number, 5_000), max(20 * number, 10_000)
         for exponent in EXPONENTS:
-            traffic = Traffic(MEDIA, exponent, PICTURE_TOKENS, TEXT_TOKENS)
+            traffic = Traffic(MEDIA, exponent, IMAGE_TOKENS, TEXT_TOKENS)
             for policy in POLICIES:
                 rates = hit_rates.simulate(policy, replicas, traffic, requests, warm_up)
                 point = {"replicas": number, "exponent": exponent, "policy": policy, "warm_up": warm_up}
@@ -85,8 +85,8 @@ def hit_rate_table(numbers: Sequence[int]) -> list[dict[str, Any]]:
 
 def sender_table(times: StageTimes) -> list[dict[str, Any]]:
     """Return, by number of engines, the lag of a service's tokens, and the number of ingress replicas needed."""
-    picture = full_size()["1420x720"]
-    service = limits.Sender(picture.service_s, times.tokens.service_message_s, times.tokens.service_token_s)
+    image = full_size()["1420x720"]
+    service = limits.Sender(image.service_s, times.tokens.service_message_s, times.tokens.service_token_s)
     ingress = limits.Sender(INGRESS_REQUEST_S, 0.0, INGRESS_TOKEN_S)
     return [
         {
@@ -100,8 +100,8 @@ def sender_table(times: StageTimes) -> list[dict[str, Any]]:
 
 def sender_limits(times: StageTimes) -> dict[str, float]:
     """Return the rates at which a process has no time left."""
-    picture = full_size()["1420x720"]
-    service = limits.Sender(picture.service_s, times.tokens.service_message_s, times.tokens.service_token_s)
+    image = full_size()["1420x720"]
+    service = limits.Sender(image.service_s, times.tokens.service_message_s, times.tokens.service_token_s)
     return {
         "service_tokens_per_s": limits.tokens_per_s(service, STREAM),
         "ingress_tokens_per_s": limits.tokens_per_s(limits.Sender(INGRESS_REQUEST_S, 0.0, INGRESS_TOKEN_S), STREAM),
@@ -112,7 +112,7 @@ def sender_limits(times: StageTimes) -> dict[str, float]:
 def comparison_table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the figures of comparisons as a table in Markdown."""
     lines = [
-        "| checkpoint | picture | engines | clients | requests/s | predicted | predicted / measured | other programs |",
+        "| checkpoint | image | engines | clients | requests/s | predicted | predicted / measured | other programs |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in rows:
@@ -131,8 +131,8 @@ def tables(figures: dict[str, Any]) -> str:
 
 def _shown_decoders(figures: dict[str, Any]) -> str:
     rows = figures["decoders"]
-    lines = ["Decoders that keep one accelerator busy for 95% of the time, by the accelerator's time per picture.", ""]
-    lines += ["| picture | " + " | ".join(f"{ms} ms" for ms in ACCELERATOR_MS) + " |"]
+    lines = ["Decoders that keep one accelerator busy for 95% of the time, by the accelerator's time per image.", ""]
+    lines += ["| image | " + " | ".join(f"{ms} ms" for ms in ACCELERATOR_MS) + " |"]
     lines += ["| --- " * (1 + len(ACCELERATOR_MS)) + "|"]
     for size in dict.fromkeys(row["size"] for row in rows):
         cells = [str(row["number"] or row["limit"]) for row in rows if row["size"] == size]
@@ -143,7 +143,7 @@ def _shown_decoders(figures: dict[str, Any]) -> str:
 def _shown_hit_rates(figures: dict[str, Any]) -> str:
     rates = {(row["exponent"], row["replicas"], row["policy"]): row["hit_rate"] for row in figures["hit_rates"]}
     columns = sorted({(exponent, number) for exponent, number, _ in rates})
-    lines = ["Share of requests whose picture was in the cache of their replica.", ""]
+    lines = ["Share of requests whose image was in the cache of their replica.", ""]
     lines += ["| routing | " + " | ".join(f"{number} replicas, Zipf {exponent}" for exponent, number in columns) + " |"]
     lines += ["| --- " * (len(columns) + 1) + "|"]
     for policy in POLICIES:

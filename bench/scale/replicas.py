@@ -24,8 +24,8 @@ from bench.report import RESULTS, write
 from bench.scale.processor_time import ProcessorTime
 from bench.scale.stages import ENGINE, measure_engine, measure_service, medians, rounded
 from bench.scale.validation import Others, Point
+from bench.serve.images import Size, jpeg
 from bench.serve.load import QUESTION, Load, Server, drive, seeds, session
-from bench.serve.pictures import Size, jpeg
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.routing import Candidate
 from mindie_mm.settings.cgroup import available_cpus
@@ -53,7 +53,7 @@ def points(engines: int, turns: int, requests: int) -> tuple[list[Point], dict[s
     async def turn(server: Server, clients: int) -> float:
         load = Load(SIZE, clients, max(requests, 4 * clients), max_tokens=TOKENS)
         async with session() as http:
-            figures = (await drive(http, server, load, load.pictures(numbers))).figures()
+            figures = (await drive(http, server, load, load.images(numbers))).figures()
         if figures["errors"]:
             raise RuntimeError(f"{figures['errors']} requests failed, the first with: {figures['first_error']}")
         return float(figures["requests_per_s"])
@@ -117,11 +117,11 @@ async def routed(routing: str, engines: int, surplus_tokens: int, requests: int,
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
     draws = random.Random(7)
     numbers: list[int] = []
-    pictures: dict[int, bytes] = {}
+    images: dict[int, bytes] = {}
     for _ in range(requests):
-        repeated = pictures and draws.random() < REPEATED
-        numbers.append(draws.randrange(len(pictures)) if repeated else len(pictures))
-        pictures.setdefault(numbers[-1], jpeg(numbers[-1], SIZE))
+        repeated = images and draws.random() < REPEATED
+        numbers.append(draws.randrange(len(images)) if repeated else len(images))
+        images.setdefault(numbers[-1], jpeg(numbers[-1], SIZE))
     loop = asyncio.get_running_loop()
     async with await Worker.start(config) as worker:
         if routing == "round robin":
@@ -131,7 +131,7 @@ async def routed(routing: str, engines: int, surplus_tokens: int, requests: int,
 
         async def client() -> None:
             for index, number in waiting:
-                items: list[dict[str, Any]] = [{"image": pictures[number]}, {"text": QUESTION}]
+                items: list[dict[str, Any]] = [{"image": images[number]}, {"text": QUESTION}]
                 await worker.whole_answer(request_of_items(items), params, str(index))
 
         begun = loop.time()
@@ -141,7 +141,7 @@ async def routed(routing: str, engines: int, surplus_tokens: int, requests: int,
     queries = [one.encoder_cache_queries for one in stats]
     hits = sum(one.encoder_cache_hits for one in stats)
     found = Routed(
-        *(routing, engines, clients, surplus_tokens, requests, len(pictures)),
+        *(routing, engines, clients, surplus_tokens, requests, len(images)),
         hit_rate=round(hits / sum(queries), 4),
         per_engine=queries,
         seconds=round(seconds, 2),

@@ -81,7 +81,7 @@ class EngineTimes:
 class StageTimes:
     """The measured times of a checkpoint."""
 
-    pictures: Mapping[str, RequestTimes]
+    images: Mapping[str, RequestTimes]
     """Times of a request with a new image, by the size of the image."""
     repeated: Mapping[str, RequestTimes]
     """Times of a request whose image was sent before to the same engine, by the size of the image."""
@@ -105,7 +105,7 @@ class StageTimes:
             if name.startswith("decoder_of_")
         )
         return cls(
-            {size: _request(one) for size, one in measured["pictures"].items()},
+            {size: _request(one) for size, one in measured["images"].items()},
             {size: _request(one) for size, one in measured["repeated"].items()},
             _tokens(measured),
             _engine(measured["decode_step"], measured["token_1"]),
@@ -119,7 +119,7 @@ def full_size(path: Path = RESULTS / "scale_stages.json") -> dict[str, RequestTi
     The time of the service does not depend on the checkpoint. It was measured with the embedded one.
     """
     figures = json.loads(path.read_text(encoding="utf-8"))
-    served = figures["tiny"]["pictures"]
+    served = figures["tiny"]["images"]
     return {
         size: RequestTimes(0.0, served[size]["service"], one["tokenizer"], one["decoder"], 0.0, one["prompt_tokens"])
         for size, one in figures["full_size"]["sizes"].items()

@@ -29,8 +29,8 @@ import pybase64
 
 from bench.report import RESULTS, write
 from bench.scale.processor_time import ProcessorTime, seconds_of
+from bench.serve.images import Size, jpeg
 from bench.serve.load import Load, Server, drive, session
-from bench.serve.pictures import Size, jpeg
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.settings.cgroup import available_cpus
 from mindie_mm.settings.config import EngineConfig, WorkerConfig
@@ -53,7 +53,7 @@ BATCHES = (1, 2, 4, 8, 16, 32)
 PROMPT_TOKENS = 64
 
 
-class Pictures:
+class Images:
     """A source of images with different contents, which take equally long to decode."""
 
     def __init__(self) -> None:
@@ -106,17 +106,17 @@ async def answered(
 
 async def measure_service(server: Server, used: ProcessorTime, sizes: Sequence[Size], rounds: int) -> dict[str, Any]:
     """Measure requests for one token by size of the image, repeated images, and the tokens after the first."""
-    pictures = Pictures()
-    figures: dict[str, Any] = {"pictures": {}, "repeated": {}}
+    images = Images()
+    figures: dict[str, Any] = {"images": {}, "repeated": {}}
     async with session() as http:
 
         async def one_token(size: Size, again: str | None) -> dict[str, float]:
             load = Load(size, 1, REQUESTS, max_tokens=1)
-            urls = [again or pictures.url(size) for _ in range(REQUESTS)]
+            urls = [again or images.url(size) for _ in range(REQUESTS)]
             return await answered(http, server, used, load, urls)
 
         async def prompt(size: Size) -> dict[str, float]:
-            part = {"type": "image_url", "image_url": {"url": pictures.url(size)}}
+            part = {"type": "image_url", "image_url": {"url": images.url(size)}}
             body = {"messages": [{"role": "user", "content": [part]}], "max_tokens": 1, "timings": True}
             async with http.post(f"{server.url}/v1/chat/completions", json=body) as response:
                 answer = await response.json()
@@ -124,14 +124,14 @@ async def measure_service(server: Server, used: ProcessorTime, sizes: Sequence[S
 
         async def tokens(number: int, concurrent: int) -> dict[str, float]:
             load = Load(SERVED[0], concurrent, max(REQUESTS, concurrent), max_tokens=number)
-            urls = [pictures.url(load.size) for _ in range(load.requests)]
+            urls = [images.url(load.size) for _ in range(load.requests)]
             return await answered(http, server, used, load, urls)
 
         for size in sizes:
-            for kind, again in (("pictures", None), ("repeated", pictures.url(size))):
+            for kind, again in (("images", None), ("repeated", images.url(size))):
                 seconds = await typical(rounds, one_token, size, again)
                 figures[kind][str(size)] = seconds
-            figures["pictures"][str(size)] |= await typical(rounds, prompt, size)
+            figures["images"][str(size)] |= await typical(rounds, prompt, size)
         for concurrent in (1, CROWD):
             one = await typical(rounds, tokens, 1, concurrent)
             many = await typical(rounds, tokens, TOKENS, concurrent)
@@ -170,7 +170,7 @@ async def measure_engine(rounds: int) -> dict[str, Any]:
 
 async def measure_tokenizer(checkpoint: Path, folder: Path, rounds: int) -> dict[str, Any]:
     """Measure the tokenizer process and its decoders by size of the image, at full size."""
-    pictures = Pictures()
+    images = Images()
     path_file = folder / "shm_name.txt"
     settings = {"arena_bytes": 2**29, "arena_request_bytes": 2**29, "preprocessed_cache_bytes": 0}
 
@@ -178,7 +178,7 @@ async def measure_tokenizer(checkpoint: Path, folder: Path, rounds: int) -> dict
         items = []
         for index in range(number):
             path = folder / f"{index}.jpg"
-            path.write_bytes(pictures.file(size))
+            path.write_bytes(images.file(size))
             items.append({"image": str(path)})
         before = used.seconds()
         prompt = await tokenizer.tokenize(request_of_items(items, path_file=str(path_file)))

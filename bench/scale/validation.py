@@ -72,7 +72,7 @@ def predict(point: Point, times: StageTimes) -> Comparison:
         point.processors,
         times.contention,
     )
-    return Comparison(point, closed_loop(layout, times.pictures[point.size], point.num_tokens, point.clients, REQUESTS))
+    return Comparison(point, closed_loop(layout, times.images[point.size], point.num_tokens, point.clients, REQUESTS))
 
 
 class Others:

@@ -26,10 +26,10 @@ import aiohttp
 
 from bench.report import write
 from bench.serve.figures import write_plot, write_table
+from bench.serve.images import Size
 from bench.serve.load import Load, Outcome, Server, drive, seeds, session
 from bench.serve.neighbours import neighbours
 from bench.serve.overhead import overhead
-from bench.serve.pictures import Size
 from mindie_mm.settings.cgroup import available_cpus
 from tools.random_checkpoint import SIZES, write_checkpoint
 from tools.serving import running_service
@@ -40,7 +40,7 @@ SETTLE_S = 2.0
 """Pause before each turn with a peer. A server's threads spin for a while after work, and would slow down the other
 server.
 """
-PICTURES = (Size(336, 336), Size(640, 480), Size(1420, 720))
+IMAGES = (Size(336, 336), Size(640, 480), Size(1420, 720))
 CONCURRENCY = (1, 4, 8, 16, 32, 64)
 REPEATED = (0.0, 0.8)
 LARGE_PIXELS = 1_000_000
@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--checkpoints", type=_texts, help="comma-separated checkpoints: " + ", ".join(CHECKPOINTS) + ", or directories"
     )
-    parser.add_argument("--sizes", type=lambda text: [Size.of(one) for one in _texts(text)], default=PICTURES)
+    parser.add_argument("--sizes", type=lambda text: [Size.of(one) for one in _texts(text)], default=IMAGES)
     parser.add_argument("--concurrency", type=lambda text: [int(one) for one in _texts(text)])
     parser.add_argument("--repeated", type=lambda text: [float(one) for one in _texts(text)], default=REPEATED)
     parser.add_argument(
@@ -162,7 +162,7 @@ async def _measure(options: argparse.Namespace, name: str, server: Server) -> li
                 for repeated in options.repeated:
                     requests = max(options.requests or max(16, 2 * concurrent), concurrent)
                     load = Load(size, concurrent, requests, repeated, options.tokens)
-                    point = {"checkpoint": name, "picture": str(size), "repeated": repeated, "concurrent": concurrent}
+                    point = {"checkpoint": name, "image": str(size), "repeated": repeated, "concurrent": concurrent}
                     point |= await _point(http, server, peer, load, numbers)
                     print(point, flush=True)
                     points.append(point)
@@ -177,12 +177,12 @@ async def _point(
     servers = [server] if peer is None else [server, peer]
     outcomes = [Outcome() for _ in servers]
     for one in servers:
-        await drive(http, one, warm, warm.pictures(numbers))
+        await drive(http, one, warm, warm.images(numbers))
     for _ in range(1 if peer is None else 2):
         for index, one in enumerate(servers):
             if peer is not None:
                 await asyncio.sleep(SETTLE_S)
-            outcomes[index] += await drive(http, one, load, await asyncio.to_thread(load.pictures, numbers))
+            outcomes[index] += await drive(http, one, load, await asyncio.to_thread(load.images, numbers))
     ours = outcomes[0].figures()
     if peer is None:
         return {"ours": ours}

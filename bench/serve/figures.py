@@ -16,7 +16,7 @@ COLUMNS = {
     "e2e_ms_p50": "end to end p50",
     "errors": "errors",
 }
-KEYS = ("checkpoint", "picture", "repeated", "concurrent")
+KEYS = ("checkpoint", "image", "repeated", "concurrent")
 
 
 def write_table(
@@ -28,12 +28,12 @@ def write_table(
 ) -> None:
     """Write bench/results/<name>.md with a row per point. If there is a peer, add its figures and the ratios."""
     peer = any("peer" in point for point in points)
-    heads = ["checkpoint", "picture", "repeated", "concurrent", *COLUMNS.values()]
+    heads = ["checkpoint", "image", "repeated", "concurrent", *COLUMNS.values()]
     if peer:
         heads += ["peer's requests/s", "times the peer's", "peer's TTFT p50", "share of the peer's TTFT"]
     lines = [note, "", "Times in milliseconds.", "", _row(heads), _row(["---"] * len(heads))]
     for point in points:
-        cells = [point["checkpoint"], point["picture"], f"{point['repeated']:.0%}", point["concurrent"]]
+        cells = [point["checkpoint"], point["image"], f"{point['repeated']:.0%}", point["concurrent"]]
         cells += [point["ours"][column] for column in COLUMNS]
         if peer:
             ratios = point.get("ratios", {})
@@ -58,7 +58,7 @@ def write_table(
 
 def _busy_rows(busy: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield the lines of a table with the request rates without and with busy loops."""
-    yield f"Busy neighbors: requests per second with 640x480 pictures, alone and beside {busy[0]['loops']} busy loops."
+    yield f"Busy neighbors: requests per second with 640x480 images, alone and beside {busy[0]['loops']} busy loops."
     yield ""
     yield _row(["checkpoint", "server", "clients", "alone", "busy neighbors", "share kept", "errors"])
     yield _row(["---"] * 7)
@@ -72,9 +72,9 @@ def _busy_rows(busy: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 def _sentence(row: dict[str, Any]) -> str:
     return (
-        f"Overhead of a {row['picture']} JPEG, {row['checkpoint']}, one client, {row['tokens']} tokens: "
+        f"Overhead of a {row['image']} JPEG, {row['checkpoint']}, one client, {row['tokens']} tokens: "
         f"{row['outside_model_ms']} ms of {row['e2e_ms']} ms are spent outside the model's tower, prefill and "
-        f"decode. Without decoding and resizing the picture, these are {row['without_decoding_ms']} ms, of which the "
+        f"decode. Without decoding and resizing the image, these are {row['without_decoding_ms']} ms, of which the "
         f"server spends {row['in_the_server_ms']} ms. Medians of {row['requests']} requests:"
     )
 
@@ -116,10 +116,10 @@ def write_plot(name: str, points: Sequence[dict[str, Any]]) -> None:
 
 def _curves(axes: Any, points: Sequence[dict[str, Any]], figure: str) -> None:
     """Plot a line per image size and share of repeated images. Lines of the peer are dashed."""
-    series = dict.fromkeys((point["picture"], point["repeated"]) for point in points)
-    for number, (picture, repeated) in enumerate(series):
-        own = [point for point in points if (point["picture"], point["repeated"]) == (picture, repeated)]
-        label = picture + (f", {repeated:.0%} repeated" if repeated else "")
+    series = dict.fromkeys((point["image"], point["repeated"]) for point in points)
+    for number, (image, repeated) in enumerate(series):
+        own = [point for point in points if (point["image"], point["repeated"]) == (image, repeated)]
+        label = image + (f", {repeated:.0%} repeated" if repeated else "")
         clients = [point["concurrent"] for point in own]
         axes.plot(clients, [point["ours"][figure] for point in own], marker="o", color=f"C{number}", label=label)
         if theirs := [(point["concurrent"], point["peer"][figure]) for point in own if "peer" in point]:

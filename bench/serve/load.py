@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from bench.serve.pictures import Size, data_url
+from bench.serve.images import Size, data_url
 
 TIMEOUT_S = 900.0
 QUESTION = "What is in the image?"
@@ -38,7 +38,7 @@ class Load:
     """Share of the requests whose image another request also has, in [0, 1)."""
     max_tokens: int = 16
 
-    def pictures(self, seeds: Iterator[int]) -> list[str]:
+    def images(self, seeds: Iterator[int]) -> list[str]:
         """Return a data: URL per request. Each distinct image has its own seed, and the images repeat in a cycle."""
         different = [
             data_url(next(seeds), self.size) for _ in range(max(1, round(self.requests * (1 - self.repeated))))
@@ -130,14 +130,14 @@ def session() -> aiohttp.ClientSession:
     )
 
 
-async def drive(http: aiohttp.ClientSession, server: Server, load: Load, pictures: Sequence[str]) -> Outcome:
-    """Send the requests of the load to the server. `pictures` are from `Load.pictures`."""
+async def drive(http: aiohttp.ClientSession, server: Server, load: Load, images: Sequence[str]) -> Outcome:
+    """Send the requests of the load to the server. `images` are from `Load.images`."""
     outcome = Outcome()
-    waiting = iter(pictures)
+    waiting = iter(images)
 
     async def client() -> None:
-        for picture in waiting:
-            outcome.answers.append(await ask(http, server, picture, load.max_tokens))
+        for image in waiting:
+            outcome.answers.append(await ask(http, server, image, load.max_tokens))
 
     begun = time.perf_counter()
     await asyncio.gather(*(client() for _ in range(load.concurrent)))
@@ -146,10 +146,10 @@ async def drive(http: aiohttp.ClientSession, server: Server, load: Load, picture
 
 
 async def ask(
-    http: aiohttp.ClientSession, server: Server, picture: str, max_tokens: int, *, timings: bool = False
+    http: aiohttp.ClientSession, server: Server, image: str, max_tokens: int, *, timings: bool = False
 ) -> Answer:
     """Send a streaming request for exactly `max_tokens` tokens. A failure is recorded in the answer."""
-    content = [{"type": "image_url", "image_url": {"url": picture}}, {"type": "text", "text": QUESTION}]
+    content = [{"type": "image_url", "image_url": {"url": image}}, {"type": "text", "text": QUESTION}]
     body = {
         "model": server.model,
         "messages": [{"role": "user", "content": content}],

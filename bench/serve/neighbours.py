@@ -11,8 +11,8 @@ from typing import Any
 
 import aiohttp
 
+from bench.serve.images import Size
 from bench.serve.load import Load, Outcome, Server, drive
-from bench.serve.pictures import Size
 
 TURNS = 3
 SETTLE_S = 1.0
@@ -44,14 +44,14 @@ async def neighbours(
     load = Load(SIZE, concurrent, requests, max_tokens=max_tokens)
     alone, busy = [Outcome() for _ in servers], [Outcome() for _ in servers]
     for server in servers:
-        await drive(http, server, load, load.pictures(seeds))  # warm-up
+        await drive(http, server, load, load.images(seeds))  # warm-up
     for _ in range(TURNS):
         for outcomes, count in ((alone, 0), (busy, loops)):
             for index, server in enumerate(servers):
-                pictures = await asyncio.to_thread(load.pictures, seeds)
+                images = await asyncio.to_thread(load.images, seeds)
                 with busy_loops(count):
                     await asyncio.sleep(SETTLE_S)
-                    outcomes[index] += await drive(http, server, load, pictures)
+                    outcomes[index] += await drive(http, server, load, images)
     return [_figures(*both) for both in zip(alone, busy, strict=True)]
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from bench.report import median
+from bench.serve.images import Size, data_url, jpeg
 from bench.serve.load import Server, ask, session
-from bench.serve.pictures import Size, data_url, jpeg
 from mindie_mm.inputs import Media
 from mindie_mm.models import family_of
 from mindie_mm.nn.checkpoint.directory import Checkpoint
@@ -21,8 +21,8 @@ SIZE = Size(640, 480)
 MAX_TOKENS = 16
 
 
-def decoding_s(checkpoint: Path | None, pictures: list[bytes]) -> float:
-    """Return the median seconds that a family takes to preprocess one of `pictures` on one thread, as in a tokenizer.
+def decoding_s(checkpoint: Path | None, images: list[bytes]) -> float:
+    """Return the median seconds that a family takes to preprocess one of `images` on one thread, as in a tokenizer.
 
     The time covers parsing the header, decoding, resizing and cutting patches. It does not cover the allocation of the
     arrays, which exist already, as in an arena.
@@ -33,7 +33,7 @@ def decoding_s(checkpoint: Path | None, pictures: list[bytes]) -> float:
     torch.set_num_threads(1)
     took = []
     arrays: dict[str, np.ndarray[Any, Any]] = {}
-    for data in pictures:
+    for data in images:
         started = time.perf_counter()
         plan, write = processor.plan(Media("image", data), data, {"image": 1})
         if not arrays:
@@ -77,7 +77,7 @@ async def overhead(server: Server, checkpoint: Path | None, requests: int, numbe
     outside = [e2e - timings["prefill_s"] - timings["decode_s"] for e2e, timings in answers]
     rest = [timings["total_s"] - sum(timings[name] for name in stages) for _, timings in answers]
     return {
-        "picture": str(SIZE),
+        "image": str(SIZE),
         "requests": requests,
         "tokens": MAX_TOKENS,
         "e2e_ms": ms(median([e2e for e2e, _ in answers])),
@@ -87,8 +87,8 @@ async def overhead(server: Server, checkpoint: Path | None, requests: int, numbe
         "in_the_server_ms": ms(median([t["total_s"] - t["prefill_s"] - t["decode_s"] for _, t in answers]) - decode_s),
         "parts_ms": {
             "client, connection and HTTP": ms(median([e2e - timings["total_s"] for e2e, timings in answers])),
-            "picture to a file (fetch_s)": ms(of("fetch_s")),
-            "decoding and resizing the picture": ms(decode_s),
+            "image to a file (fetch_s)": ms(of("fetch_s")),
+            "decoding and resizing the image": ms(decode_s),
             "hand-over, text to ids, arena (rest of preprocess_s)": ms(of("preprocess_s") - decode_s),
             "queue_s": ms(of("queue_s")),
             "reading the body, engine's messages, detokenizing, events": ms(median(rest)),

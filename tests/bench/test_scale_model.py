@@ -113,7 +113,7 @@ def test_stage_times_count_what_a_service_adds_to_the_engine_alone() -> None:
     request = dict.fromkeys(stages, 0.002) | {"wait": 0.013}
     token = dict.fromkeys(stages, 0.0001) | {"engine": 0.0018, "wait": 0.002}
     measured = {
-        "pictures": {"640x480": request},
+        "images": {"640x480": request},
         "repeated": {"640x480": request | {"wait": 0.009}},
         "token_1": token,
         "token_8": token,
@@ -121,7 +121,7 @@ def test_stage_times_count_what_a_service_adds_to_the_engine_alone() -> None:
     }
     full_size = {"decoder_of_1": 0.01, "decoder_of_2": 0.011}
     times = StageTimes.of({"tiny": measured, "full_size": full_size}, "tiny")
-    assert times.pictures["640x480"].idle_s == pytest.approx(0.003)
+    assert times.images["640x480"].idle_s == pytest.approx(0.003)
     assert times.repeated["640x480"].idle_s == 0.0  # its processes work at the same time
     assert times.engine.decode_step_s == pytest.approx({1: 0.0018, 2: 0.0019})
     assert times.engine.idle_s == pytest.approx(0.0002)

@@ -65,9 +65,9 @@ def write_some(folder: Path, start: int, stop: int) -> None:
         (folder / f"{number:06d}.jpg").write_bytes(data)
 
 
-def pictures(count: int) -> Path:
+def image_folder(count: int) -> Path:
     """Return a folder with `count` JPEGs from 000000.jpg. Two processes write the files that do not exist."""
-    folder = CACHE / f"pictures-{count}"
+    folder = CACHE / f"images-{count}"
     mark = folder / "complete"
     if not mark.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -90,11 +90,11 @@ def rows(folder: Path, path: Path, numbers: range, small_but_each: tuple[int, in
             All other rows use the images with the smallest files, and set `max_pixels` to this maximum.
 
     """
-    pictures = sorted(folder.glob("*.jpg"))
-    small = sorted(pictures, key=lambda file: file.stat().st_size)[: max(1, len(pictures) // 2)]
+    files = sorted(folder.glob("*.jpg"))
+    small = sorted(files, key=lambda file: file.stat().st_size)[: max(1, len(files) // 2)]
     with path.open("w", encoding="utf-8") as file:
         for number in numbers:
-            image: dict[str, object] = {"image": str(pictures[number % len(pictures)])}
+            image: dict[str, object] = {"image": str(files[number % len(files)])}
             if small_but_each is not None and number % small_but_each[1]:
                 image = {"image": str(small[number % len(small)]), "max_pixels": small_but_each[0]}
             question = {"text": QUESTIONS[number % len(QUESTIONS)]}
