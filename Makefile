@@ -230,7 +230,7 @@ serve: install
 bench: install
 	$(BIN)/python -m bench
 
-# OpenVINO GenAI and llama.cpp's server, for bench.peers. Takes about 20 minutes, and needs cmake, ninja and a C++ compiler.
+# OpenVINO GenAI, llama.cpp's server and vLLM, for bench.peers. Takes about 20 minutes, and needs cmake, ninja and a C++ compiler.
 bench-peers: install
 	$(BIN)/python -m bench.peers.install
 

@@ -53,7 +53,9 @@ COLUMNS = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the measurements, and write bench/results/peers.json and .md."""
-    parser = argparse.ArgumentParser(prog="python -m bench.peers", description="Compare with OpenVINO, llama.cpp and vLLM.")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.peers", description="Compare with OpenVINO, llama.cpp and vLLM."
+    )
     parser.add_argument("--checkpoints", type=lambda text: text.split(","), default=["small", "mid"])
     parser.add_argument(
         "--engines", type=lambda text: text.split(","), default=list(ENGINES), help="default: " + ",".join(ENGINES)

@@ -118,14 +118,15 @@ async def llama(precision: str, checkpoint: Path, threads: int) -> AsyncIterator
     model, projector = await asyncio.to_thread(gguf, checkpoint, precision)
     flags = ["-m", model, "--mmproj", projector, "-t", threads, "-tb", threads, "-np", 4, "-c", 16384, "--cache-ram", 0]
     # With repacked weights, this version uses AMX instructions, which cause SIGILL in some virtual machines.
-    flags += ["--no-repack", "--jinja", "--port", port := _free_port(), *(["-ctk", "f32", "-ctv", "f32"] if precision == "f32" else [])]
+    flags += ["--no-repack", "--jinja", "--port", port := _free_port()]
+    flags += ["-ctk", "f32", "-ctv", "f32"] if precision == "f32" else []
     async with _server(SERVER, *flags, port=port) as engine:
         yield engine
 
 
 @asynccontextmanager
 async def vllm(dtype: str, checkpoint: Path, threads: int) -> AsyncIterator[Engine]:
-    """Run `vllm serve` without compilation, which takes minutes and is slower for small models on the CPU."""
+    """Run `vllm serve` in eager mode, without torch.compile."""
     flags = ["serve", checkpoint, "--served-model-name", "any", "--dtype", dtype, "--max-model-len", 4096]
     flags += ["--enforce-eager", "--max-num-seqs", 16, "--port", port := _free_port()]
     settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0", "HF_HUB_OFFLINE": "1"}
