@@ -256,7 +256,7 @@ stress: install
 faults: install
 	$(BIN)/python -m tools.fault_matrix --repeats 10 --out build/fault_matrix.jsonl
 
-# The pictures of docs/web-page.md and docs/serve.md.
+# The images of docs/web-page.md and docs/serve.md.
 screenshots: install browser
 	$(BIN)/python -m tools.screenshots
 	$(BIN)/python -m tools.terminal

@@ -21,9 +21,9 @@ from mindie_mm.shm import release
 
 def circle(x: int) -> Image.Image:
     """Draw a red circle at the column `x`."""
-    picture = Image.new("RGB", (160, 128), (250, 250, 250))
-    ImageDraw.Draw(picture).ellipse((x - 32, 32, x + 32, 96), (220, 40, 40))
-    return picture
+    image = Image.new("RGB", (160, 128), (250, 250, 250))
+    ImageDraw.Draw(image).ellipse((x - 32, 32, x + 32, 96), (220, 40, 40))
+    return image
 
 
 QUESTIONS = [

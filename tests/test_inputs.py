@@ -155,7 +155,7 @@ def test_an_assistant_message_with_an_empty_list_has_no_content(content):
 
 
 def test_hints_for_the_caches_of_other_servers_are_ignored():
-    hints = {"cache_control": {"type": "ephemeral"}, "uuid": "a picture's name"}
+    hints = {"cache_control": {"type": "ephemeral"}, "uuid": "an image's name"}
     text, image = parse_inputs([{"text": "a"} | hints, {"image_url": {"url": "a.png", "detail": "low"}} | hints])
     assert text == Text("a")
     assert (image.source, image.options) == ("a.png", MediaOptions(detail="low"))
@@ -249,9 +249,9 @@ def test_all_spellings_of_a_list_of_frames_are_equal(part):
 
 
 def test_frames_may_be_of_every_kind():
-    picture, pixels = photograph(size=(10, 10)), np.zeros((4, 4, 3), np.uint8)
-    (item,) = parse_inputs([{"video": [picture, pixels, b"bytes", bytearray(b"more"), Path("/a.jpg"), "b.jpg"]}])
-    assert item.source == (picture, pixels, b"bytes", b"more", "/a.jpg", "b.jpg")
+    image, pixels = photograph(size=(10, 10)), np.zeros((4, 4, 3), np.uint8)
+    (item,) = parse_inputs([{"video": [image, pixels, b"bytes", bytearray(b"more"), Path("/a.jpg"), "b.jpg"]}])
+    assert item.source == (image, pixels, b"bytes", b"more", "/a.jpg", "b.jpg")
     (item,) = parse_inputs([{"type": "video", "base64": ["QUJD", "REVG"]}])
     assert item.source == ("data:;base64,QUJD", "data:;base64,REVG")
 

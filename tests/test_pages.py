@@ -80,7 +80,7 @@ def test_guides_have_eight_blocks_of_code_per_thousand_words() -> None:
     assert sum(len(blocks(page)) for page in pages) >= 8 * words / 1000
 
 
-def test_the_readme_is_short_and_has_one_picture() -> None:
+def test_the_readme_is_short_and_has_one_image() -> None:
     assert len(README.split()) <= 700
     assert len(re.findall(r"!\[|<img|<picture|<svg", README)) == 1
 

@@ -85,13 +85,13 @@ class Question:
 
 def make_questions(folder: Path) -> list[Question]:
     """Make the images, the video and the sounds in `folder`, and return the requests about them."""
-    red_square = picture("red", (220, 40, 40), "square", x=0.35)
-    blue_circle = picture("blue", (40, 80, 220), "circle", x=0.56)
-    green_star = picture("green", (40, 160, 60), "star", x=0.5)
+    red_square = draw_shape("red", (220, 40, 40), "square", x=0.35)
+    blue_circle = draw_shape("blue", (40, 80, 220), "circle", x=0.56)
+    green_star = draw_shape("green", (40, 160, 60), "star", x=0.5)
     path = folder / "blue_circle.png"
     blue_circle.save(path)
     video = folder / "video.mp4"
-    write_video(video, [picture("orange", (255, 140, 0), "circle", x=0.2 + 0.075 * i, size=0.3) for i in range(9)])
+    write_video(video, [draw_shape("orange", (255, 140, 0), "circle", x=0.2 + 0.075 * i, size=0.3) for i in range(9)])
     tone, beeps, seven = folder / "tone.wav", folder / "beeps.ogg", recorded("seven", HELD_OUT_VOICES[0])
     write_sound(tone, "tone", hertz=2600.0, spans=[(0.1, 0.8)], seconds=1.0)
     write_sound(beeps, "beeps", hertz=880.0, spans=[(0.1 + 0.35 * i, 0.13) for i in range(3)], seconds=1.2)
@@ -100,12 +100,12 @@ def make_questions(folder: Path) -> list[Question]:
     raw = base64.b64encode(encode(green_star, "JPEG")).decode()
     red_url = data_url(red_square)
     return [
-        chat("A picture in a data: URL", WHAT, [image(red_url)], "red square"),
-        chat("A picture in a file", WHAT, [image(f"file://{path}")], "blue circle"),
-        chat("A picture in plain base64", WHAT, [image(raw)], "green star"),
-        chat("The same picture, with a streamed answer", "What colour is it?", [image(raw)], "green", stream=True),
+        chat("An image in a data: URL", WHAT, [image(red_url)], "red square"),
+        chat("An image in a file", WHAT, [image(f"file://{path}")], "blue circle"),
+        chat("An image in plain base64", WHAT, [image(raw)], "green star"),
+        chat("The same image, with a streamed answer", "What colour is it?", [image(raw)], "green", stream=True),
         chat(
-            "Two pictures to compare",
+            "Two images to compare",
             "Do both pictures show the same colour?",
             [image(red_url), image(raw)],
             "red and green, so no",
@@ -121,14 +121,14 @@ def make_questions(folder: Path) -> list[Question]:
         ),
         chat("Text alone", "Hello!", [], CHAT_ANSWERS["hello"]),
         called("A tool that the model has to call", "What colour is it?", [image(red_url)]),
-        infer("A picture file for MindIE", [{"image": str(path)}, {"text": WHAT}], "blue circle"),
+        infer("An image file for MindIE", [{"image": str(path)}, {"text": WHAT}], "blue circle"),
         infer(
-            "A base64 picture for MindIE",
+            "A base64 image for MindIE",
             [{"type": "image_url", "image_url": raw}, {"type": "text", "text": "Which shape is it?"}],
             "star",
         ),
         infer(
-            "A picture, a video and a sound in one request",
+            "An image, a video and a sound in one request",
             [
                 {"image": str(path)},
                 {"video": str(video)},
@@ -140,7 +140,7 @@ def make_questions(folder: Path) -> list[Question]:
     ]
 
 
-def picture(colour: str, rgb: tuple[int, int, int], shape: str, x: float, size: float = 0.5) -> Image.Image:
+def draw_shape(colour: str, rgb: tuple[int, int, int], shape: str, x: float, size: float = 0.5) -> Image.Image:
     """Draw one shape on a light background."""
     return draw(Scene(160, 128, (250, 250, 250), (Thing(colour, shape, rgb, x, 0.5, size, 0.0),), None))
 

@@ -17,7 +17,7 @@ import httpx2
 import psutil
 from PIL import Image, PngImagePlugin
 
-from tools.demo import picture
+from tools.demo import draw_shape
 from tools.fault_points import Point
 from tools.serving import RunningService, running_service
 
@@ -81,7 +81,7 @@ class Rig:
         self._stack = ExitStack()
         self._service: RunningService | None = None
         self._starts = 0
-        self._pictures = 0
+        self._images = 0
         self._long: str | None = None
 
     def __enter__(self) -> Self:
@@ -162,25 +162,25 @@ class Rig:
             raise TimeoutError("a process was not restarted")
         return self.processes()
 
-    def picture(self, colour: str, rgb: tuple[int, int, int], shape: str) -> dict[str, Any]:
+    def draw_shape(self, colour: str, rgb: tuple[int, int, int], shape: str) -> dict[str, Any]:
         """Return an image part. Images with equal pixels get different bytes, so that no cache skips the tower."""
-        self._pictures += 1
+        self._images += 1
         note = PngImagePlugin.PngInfo()
-        note.add_text("number", str(self._pictures))
-        return image_part(picture(colour, rgb, shape, x=0.4), note)
+        note.add_text("number", str(self._images))
+        return image_part(draw_shape(colour, rgb, shape, x=0.4), note)
 
     def ask(self, *, stream: bool = False) -> str:
         """Ask about one image, or about two images with a streamed answer. Return the `outcome`."""
-        red = self.picture("red", (220, 40, 40), "square")
+        red = self.image("red", (220, 40, 40), "square")
         if not stream:
             return outcome(self.service.url, [red], "What is in the image?", "red square")
-        green = self.picture("green", (40, 160, 60), "star")
+        green = self.image("green", (40, 160, 60), "star")
         question = "Do both pictures show the same colour?"
         return outcome(self.service.url, [red, green], question, "red and green, so no", stream=True)
 
     def leave(self) -> str:
         """Ask for a long answer, and disconnect after its first event."""
-        body = chat([self.picture("red", (220, 40, 40), "square")], "What is in the image?", stream=True)
+        body = chat([self.image("red", (220, 40, 40), "square")], "What is in the image?", stream=True)
         body |= {"ignore_eos": True, "max_tokens": 1000}
         with (
             suppress(httpx2.HTTPError),
@@ -191,7 +191,7 @@ class Rig:
 
     def preempt(self) -> str:
         """Ask for an answer that fills more than half of the KV cache. Return the outcome."""
-        media = [self.picture("red", (220, 40, 40), "square"), self.picture("green", (40, 160, 60), "star")]
+        media = [self.image("red", (220, 40, 40), "square"), self.image("green", (40, 160, 60), "star")]
         body = chat(media, "What is in the image?") | {"ignore_eos": True, "max_tokens": 1200}
         try:
             answer = httpx2.post(self.service.url + CHAT, json=body, timeout=DEADLINE_S)
@@ -207,7 +207,7 @@ class Rig:
 
     def batch(self) -> str:
         """Upload and begin a batch of questions about images. The outcome of the batch is that of `end_of_batches`."""
-        body = chat([self.picture("red", (220, 40, 40), "square")], "What is in the image?")
+        body = chat([self.image("red", (220, 40, 40), "square")], "What is in the image?")
         line = {"method": "POST", "url": CHAT, "body": body}
         lines = [json.dumps({"custom_id": f"{number}", **line}) for number in range(BATCH_REQUESTS)]
         asked = {"endpoint": CHAT, "completion_window": "24h"}

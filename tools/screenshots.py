@@ -16,7 +16,7 @@ import psutil
 from playwright.sync_api import Page, ViewportSize, expect, sync_playwright
 
 from tools.arguments import parser
-from tools.demo import data_url, picture, write_sound, write_video
+from tools.demo import data_url, draw_shape, write_sound, write_video
 from tools.serving import RunningService, running_service
 
 FOLDER = Path("docs/images")
@@ -34,7 +34,7 @@ def main() -> None:
         path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))
     )
     FOLDER.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="mindie_mm-pictures-") as temporary, sync_playwright() as playwright:
+    with tempfile.TemporaryDirectory(prefix="mindie_mm-images-") as temporary, sync_playwright() as playwright:
         folder = Path(temporary)
         media = write_media(folder)
         settings = {"spool": folder / "spool", "arena_bytes": ARENA_BYTES, "decoders": 2}
@@ -78,8 +78,10 @@ def photograph(page: Page) -> None:
 def write_media(folder: Path) -> list[Path]:
     """Write an image, a video and a sound to `folder`, and return their paths."""
     paths = [folder / name for name in ("scene.png", "right.mp4", "beeps.ogg")]
-    picture("red", (220, 40, 40), "square", x=0.35).save(paths[0])
-    write_video(paths[1], [picture("orange", (255, 140, 0), "circle", x=0.2 + 0.075 * i, size=0.3) for i in range(9)])
+    draw_shape("red", (220, 40, 40), "square", x=0.35).save(paths[0])
+    write_video(
+        paths[1], [draw_shape("orange", (255, 140, 0), "circle", x=0.2 + 0.075 * i, size=0.3) for i in range(9)]
+    )
     write_sound(paths[2], "beeps", hertz=880.0, spans=[(0.1 + 0.35 * i, 0.13) for i in range(3)], seconds=1.2)
     return paths
 
@@ -122,7 +124,7 @@ def load(service: RunningService) -> Iterator[None]:
 
 
 def question(copies: int) -> dict[str, Any]:
-    url = data_url(picture("green", (40, 160, 60), "star", x=0.5))
+    url = data_url(draw_shape("green", (40, 160, 60), "star", x=0.5))
     content = [*({"image": url} for _ in range(copies)), {"text": "What is in the image?"}]
     long = {"ignore_eos": True, "max_tokens": 200 * copies, "stream": True}
     return {"messages": [{"role": "user", "content": content}]} | long

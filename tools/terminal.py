@@ -82,8 +82,8 @@ def drawn(screen: str) -> str:
         text = Text(line)
         text.stylize("bold green", 0, 1 if line.startswith(("$ ", _PROMPT)) else 0)
         console.print(text, highlight=False)
-    picture = console.export_svg(title="mindie-mm", unique_id="terminal")
-    return "\n".join(line.rstrip() for line in _FONT_FACES.sub("", picture).splitlines()) + "\n"
+    image = console.export_svg(title="mindie-mm", unique_id="terminal")
+    return "\n".join(line.rstrip() for line in _FONT_FACES.sub("", image).splitlines()) + "\n"
 
 
 if __name__ == "__main__":

@@ -107,8 +107,8 @@ class _Threads(ForkClient):
 
 async def ask(port: int, colour: str) -> None:
     """Ask about an image of the given color, and read the whole stream."""
-    picture = {"type": "image_url", "image_url": {"url": data_url(Image.new("RGB", (224, 224), colour))}}
-    question = {"role": "user", "content": [picture, {"type": "text", "text": "What color is it?"}]}
+    image = {"type": "image_url", "image_url": {"url": data_url(Image.new("RGB", (224, 224), colour))}}
+    question = {"role": "user", "content": [image, {"type": "text", "text": "What color is it?"}]}
     body = {"messages": [question], "stream": True, "temperature": 0, "ignore_eos": True, "max_tokens": NUM_TOKENS}
     async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
         answer = await client.post("/v1/chat/completions", json=body)

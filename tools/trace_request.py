@@ -64,11 +64,11 @@ class Trace:
 
 def ask(tokenizer: Tokenizer, engine: BaseEngine, detokenizer: Detokenizer, colour: str) -> str:
     """Ask about an image of the given color, and return the answer's text."""
-    picture = Image.new("RGB", (224, 224), colour)
+    image = Image.new("RGB", (224, 224), colour)
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, min_tokens=NUM_TOKENS)
     with tempfile.TemporaryDirectory() as folder:
         path_file = Path(folder) / "shm_name.txt"
-        ids = tokenizer.tokenize([{"image": picture}, {"text": "What colour is it?"}], path_file)
+        ids = tokenizer.tokenize([{"image": image}, {"text": "What colour is it?"}], path_file)
         try:
             refused = engine.add(Add(colour, ids.numpy().tobytes(), params))
             if refused is not None and refused.error is not None:

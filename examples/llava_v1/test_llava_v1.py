@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from mindie_mm.models import load_model
-from tests.models.contract import PICTURES, FamilyContract
+from tests.models.contract import IMAGE_PROMPTS, FamilyContract
 from tests.models.references import PretrainedReference
 from tests.models.small_checkpoints import TEXT, VISION, save_json, save_model, save_tokenizer
 from tests.transformers_reference import AutoTokenizer
@@ -89,7 +89,7 @@ class TestLlavaV1(FamilyContract):
     name = "llava_v1"
     write_checkpoint = staticmethod(write_checkpoint)
     reference_class = Reference
-    prompts: ClassVar = PICTURES
+    prompts: ClassVar = IMAGE_PROMPTS
 
 
 def test_the_features_are_those_of_the_reference(tmp_path: Path) -> None:

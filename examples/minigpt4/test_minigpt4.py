@@ -30,7 +30,7 @@ from transformers import (
 from mindie_mm.errors import InputError
 from mindie_mm.models import family_named, family_names, family_of, load_model
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from tests.models.contract import FamilyContract, picture
+from tests.models.contract import FamilyContract, noise
 from tests.models.references import Items, Reference
 from tests.warm import running_service
 from tools.demo import data_url
@@ -157,9 +157,9 @@ class TestMiniGPT4(FamilyContract):
     name = "minigpt4"
     prompts: ClassVar = {
         "text": [{"text": "###Human: Hello ###Assistant:"}],
-        "one": [{"text": "###Human: "}, {"image": picture(40, 60)}, {"text": " What? ###Assistant:"}],
-        "two": [{"image": picture(28, 28)}, {"text": "and"}, {"image": picture(90, 31)}, {"text": "?"}],
-        "extreme": [{"image": picture(3, 300)}, {"text": "?"}],
+        "one": [{"text": "###Human: "}, {"image": noise(40, 60)}, {"text": " What? ###Assistant:"}],
+        "two": [{"image": noise(28, 28)}, {"text": "and"}, {"image": noise(90, 31)}, {"text": "?"}],
+        "extreme": [{"image": noise(3, 300)}, {"text": "?"}],
     }
 
     @pytest.fixture(scope="class", autouse=True)
@@ -210,7 +210,7 @@ def test_the_command_line_lists_it(installed: Path) -> None:
 def test_its_chat_is_served(installed: Path, checkpoint: Path, tmp_path: Path) -> None:
     reference = MiniGPT4Reference(checkpoint)
     settings = {"spool": tmp_path / "spool", "arena_bytes": 2**24, "kv_cache_bytes": 2**24}
-    images = [np.full((50, 70, 3), 250, np.uint8), picture(20, 90)]
+    images = [np.full((50, 70, 3), 250, np.uint8), noise(20, 90)]
     urls = [data_url(Image.fromarray(image)) for image in images]
     with (
         running_service(settings, tmp_path / "log", checkpoint, environment={"PYTHONPATH": str(installed)}) as running,
@@ -228,7 +228,7 @@ def test_its_chat_is_served(installed: Path, checkpoint: Path, tmp_path: Path) -
                 expected, skip_special_tokens=True
             )
             answers.append(expected)
-        assert answers[0] != answers[1], "the picture decides"
+        assert answers[0] != answers[1], "the image decides"
         refused = http.post("/infer", json={"inputs": [{"video": urls[0]}, {"text": "?"}]})
         assert refused.status_code == 400
         assert "does not accept video inputs; it accepts image" in refused.json()["error"]["message"]

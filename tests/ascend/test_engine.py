@@ -222,8 +222,8 @@ def failing_with_media(kind: str) -> list[str | None]:
         tower = engine._towers._model.tower
 
         def outcomes() -> list[str | None]:
-            picture = rng.integers(0, 255, (84, 56, 3), dtype=np.uint8)
-            ids = tokenizer.tokenize([{"image": picture}, {"text": "what"}], path_file).numpy()
+            image = rng.integers(0, 255, (84, 56, 3), dtype=np.uint8)
+            ids = tokenizer.tokenize([{"image": image}, {"text": "what"}], path_file).numpy()
             assert engine.add(Add("one", ids.tobytes(), params)) is None
             return [words(progress) for progress in engine.step().progress]
 

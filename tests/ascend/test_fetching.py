@@ -77,8 +77,8 @@ def answers(
     with tempfile.TemporaryDirectory() as folder, Tokenizer.from_pretrained(path) as tokenizer:
         path_file = Path(folder) / "shm_name.txt"
         for number, size in enumerate(SIZES):
-            picture = rng.integers(0, 255, (*size, 3), dtype=np.uint8)
-            ids = tokenizer.tokenize([{"image": picture}, {"text": "What is it?"}], path_file).numpy()
+            image = rng.integers(0, 255, (*size, 3), dtype=np.uint8)
+            ids = tokenizer.tokenize([{"image": image}, {"text": "What is it?"}], path_file).numpy()
             assert engine.add(Add(str(number), ids.tobytes(), params)) is None
             (item,) = engine._requests[str(number)].items
             refs.append(item.ref)
@@ -124,7 +124,7 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> dict:
     return call(answers, False, trace=str(tmp_path_factory.mktemp("apart") / "trace"))
 
 
-def test_pictures_of_waiting_requests_are_read_during_a_step_of_other_requests(apart: dict, tmp_path: Path) -> None:
+def test_images_of_waiting_requests_are_read_during_a_step_of_other_requests(apart: dict, tmp_path: Path) -> None:
     found = call(answers, True, trace=str(tmp_path / "trace"))
     assert found["results"] == apart["results"]
     first, *rest = (read(calls) for calls in found["calls"])
@@ -133,12 +133,12 @@ def test_pictures_of_waiting_requests_are_read_during_a_step_of_other_requests(a
     encoded = first.index(0, first.index(own))  # after this wait, the first image has been encoded
     assert first[-1] == 0, "the last wait of a step is for its token"
     assert [size for size in first[encoded:] if size in others] == others
-    assert not [size for step in rest for size in step if size in found["nbytes"]], "no picture is read twice"
+    assert not [size for step in rest for size in step if size in found["nbytes"]], "no image is read twice"
     assert found["held"] == 0
 
 
 @pytest.mark.slow
-def test_an_encoder_decoder_reads_waiting_pictures_early_too(tmp_path: Path) -> None:
+def test_an_encoder_decoder_reads_waiting_images_early_too(tmp_path: Path) -> None:
     """All images have the same size, as the model requires."""
     # An import at the top of this module would open the device too early.
     from tests.models.test_florence2 import TestFlorence2
@@ -155,16 +155,16 @@ def test_an_encoder_decoder_reads_waiting_pictures_early_too(tmp_path: Path) -> 
     assert found["held"] == 0
 
 
-def test_a_picture_that_is_freed_after_it_was_read_fails_its_own_request(apart: dict, tmp_path: Path) -> None:
+def test_an_image_that_is_freed_after_it_was_read_fails_its_own_request(apart: dict, tmp_path: Path) -> None:
     found = call(answers, True, free_second, trace=str(tmp_path / "trace"))
     assert found["results"] == apart["results"] | {"1": ["StaleReference"]}
 
 
-def test_the_picture_of_an_aborted_request_is_dropped(apart: dict, tmp_path: Path) -> None:
+def test_the_image_of_an_aborted_request_is_dropped(apart: dict, tmp_path: Path) -> None:
     found = call(answers, True, abort_second, trace=str(tmp_path / "trace"))
     assert found["results"] == {number: results for number, results in apart["results"].items() if number != "1"}
     assert found["held"] == 0
 
 
-def test_pictures_that_cannot_be_read_early_are_read_in_their_step(apart: dict, tmp_path: Path) -> None:
+def test_images_that_cannot_be_read_early_are_read_in_their_step(apart: dict, tmp_path: Path) -> None:
     assert call(answers_without_room, trace=str(tmp_path / "trace"))["results"] == apart["results"]

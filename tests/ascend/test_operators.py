@@ -45,7 +45,7 @@ OPERATORS = {
     "repeated": lambda x: x.repeat_interleave(torch.tensor([1, 0, 2, 1], device=x.device), dim=0),
     "embedded": lambda x: functional.embedding(IDS.to(x.device), x),
     "convolved": lambda x: functional.conv2d(x.view(1, 1, 4, 6), x[:2, :2].reshape(1, 1, 2, 2)),
-    "resized picture": lambda x: functional.interpolate(x.view(1, 1, 4, 6), size=(7, 5), mode="bilinear"),
+    "resized image": lambda x: functional.interpolate(x.view(1, 1, 4, 6), size=(7, 5), mode="bilinear"),
     "padded": lambda x: functional.pad(x, (1, 2, 0, 1), value=3),
     "masked": lambda x: torch.where(x > 0, x, 0).masked_fill(x > 2, -1).clamp(max=1),
     "strides": lambda x: x.t().contiguous() + x.t(),

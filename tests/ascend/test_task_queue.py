@@ -110,8 +110,8 @@ def served(place: str) -> list[str]:
         def ask() -> None:
             # Both requests are in one step; after a joint failure, the tower runs once for each request.
             for number in range(2):
-                picture = rng.integers(0, 255, (84, 84, 3), dtype=np.uint8)
-                ids = tokenizer.tokenize([{"image": picture}, {"text": "what is it?"}], path_file).numpy()
+                image = rng.integers(0, 255, (84, 84, 3), dtype=np.uint8)
+                ids = tokenizer.tokenize([{"image": image}, {"text": "what is it?"}], path_file).numpy()
                 assert engine.add(Add(str(number), ids.tobytes(), params)) is None
             while engine.has_work():
                 outcomes.extend(map(word, engine.step().progress))

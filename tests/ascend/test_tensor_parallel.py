@@ -13,7 +13,7 @@ import torch
 
 from tests.ascend import processes
 from tests.ascend.test_engine import TOLERANCE
-from tests.models.contract import picture
+from tests.models.contract import noise
 from tools import random_checkpoint as sizes
 
 NUM_TOKENS = 8
@@ -21,7 +21,7 @@ TokenLogprobs = list[tuple[int, list[float]]]
 """Tokens, each with the log-probabilities of the two likeliest tokens at its position."""
 PROMPTS: dict[str, list[dict[str, Any]]] = {
     "text": [{"text": "Describe this picture."}],
-    "two": [{"image": picture(60, 90)}, {"image": picture(150, 60)}, {"text": "a circle"}],
+    "two": [{"image": noise(60, 90)}, {"image": noise(150, 60)}, {"text": "a circle"}],
 }
 
 

@@ -224,14 +224,14 @@ def unpacking(valid: bool = True) -> bytes:
 
 def motion_jpeg(num_scans: int, container: str = "avi") -> bytes:
     """Return two JPEG frames of 4000 x 4000 pixels with `num_scans` additional scans each."""
-    picture = encoded(Image.new("L", (4000, 4000), 128), progressive=True, quality=50)
-    scan = picture[picture.rindex(b"\xff\xda") : -2]
+    image = encoded(Image.new("L", (4000, 4000), 128), progressive=True, quality=50)
+    scan = image[image.rindex(b"\xff\xda") : -2]
     file = io.BytesIO()
     with av.open(file, "w", format=container) as output:
         stream = output.add_stream("mjpeg", rate=10)
         stream.width, stream.height, stream.pix_fmt = 4000, 4000, "yuvj420p"
         for at in range(2):
-            packet = av.Packet(picture[:-2] + scan * num_scans + picture[-2:])
+            packet = av.Packet(image[:-2] + scan * num_scans + image[-2:])
             packet.stream, packet.pts, packet.dts, packet.time_base = stream, at, at, Fraction(1, 10)
             packet.is_keyframe = True
             output.mux(packet)

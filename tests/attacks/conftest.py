@@ -19,7 +19,7 @@ from mindie_mm.settings.config import ServiceConfig
 from service.messages.front import is_messages
 from tests.attacks.watched import Watched
 from tests.warm import running_service
-from tools.demo import data_url, picture
+from tools.demo import data_url, draw_shape
 from tools.serving import RunningService
 
 MiB = 2**20
@@ -102,7 +102,7 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
         "pooling": "last",
         "enable_scale_out": True,
     }
-    good = asking("image", data_url(picture("red", (220, 40, 40), "square", x=0.4)))
+    good = asking("image", data_url(draw_shape("red", (220, 40, 40), "square", x=0.4)))
     with (
         running_service(settings, folder / "log") as service,
         httpx2.Client(base_url=service.url, timeout=300) as http,
@@ -124,7 +124,7 @@ def _fill(media: Path, outside: Path) -> None:
     Create secret files outside the media folder.
     """
     media.mkdir()
-    picture("green", (40, 160, 60), "star", x=0.5).save(media / "star.png")
+    draw_shape("green", (40, 160, 60), "star", x=0.5).save(media / "star.png")
     (outside / "secret.png").write_bytes((media / "star.png").read_bytes())
     (outside / "secret.txt").write_text("SECRET")
     (media / "folder.png").mkdir()

@@ -113,7 +113,7 @@ def test_a_decoder_that_exceeds_its_memory_fails_only_its_request(limited: Runni
     assert ask(limited, "image", good).json()["choices"] == expected
 
 
-def test_other_requests_are_answered_beside_pictures_that_exceed_the_memory(limited: RunningService) -> None:
+def test_other_requests_are_answered_beside_images_that_exceed_the_memory(limited: RunningService) -> None:
     good, heavy = encoded(photograph(size=(200, 150)), "PNG"), encoded(Image.new("RGBA", (7000, 7000)), "PNG")
     text = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "temperature": 0}
     bodies = [with_bytes("image", heavy), with_bytes("image", good), text] * 3

@@ -81,9 +81,9 @@ def chunk(kind: bytes, content: bytes, order: str = "<") -> bytes:
 
 def cover(num_bytes: int) -> bytes:
     """Return an MP4 with a cover image of `num_bytes`."""
-    picture = box(b"covr", box(b"data", struct.pack(">II3s", 13, 0, b"\xff\xd8\xff") + bytes(num_bytes)))
+    image = box(b"covr", box(b"data", struct.pack(">II3s", 13, 0, b"\xff\xd8\xff") + bytes(num_bytes)))
     handler = box(b"hdlr", bytes(8) + b"mdirappl" + bytes(9))
-    return in_index(box(b"udta", box(b"meta", bytes(4) + handler + box(b"ilst", picture))))
+    return in_index(box(b"udta", box(b"meta", bytes(4) + handler + box(b"ilst", image))))
 
 
 def aiff(chunks: bytes) -> bytes:

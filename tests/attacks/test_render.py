@@ -7,28 +7,28 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.attacks import pictures
+from tests.attacks import images
 from tests.attacks.conftest import MAX_FURTHER_BYTES, MAX_PROCESSOR_S, Attacked, with_bytes
-from tests.attacks.test_pictures import named
+from tests.attacks.test_images import named
 
 ROUTE = "/v1/chat/completions/render"
 Make = Callable[[], bytes]
 
 
-@named(pictures.BOMBS)
+@named(images.BOMBS)
 @pytest.mark.slow
 def test_bombs_are_refused_by_their_header(attacked: Attacked, make: Make) -> None:
     body = {**with_bytes("image", make()), "mm_payload": "none"}
     assert "pixels" in attacked.refused(body, "media item 0 (image): the ", ROUTE)
 
 
-@named(pictures.PARTS | pictures.INFLATED | pictures.OTHER_FORMATS)
+@named(images.PARTS | images.INFLATED | images.OTHER_FORMATS)
 @pytest.mark.slow
 def test_hostile_headers_are_refused(attacked: Attacked, make: Make) -> None:
     attacked.refused({**with_bytes("image", make()), "mm_payload": "none"}, "media item 0 (image): ", ROUTE)
 
 
-@named(pictures.BROKEN | pictures.SCANS)
+@named(images.BROKEN | images.SCANS)
 @pytest.mark.slow
 def test_files_that_are_broken_behind_their_header_cost_little(attacked: Attacked, make: Make) -> None:
     body = {**with_bytes("image", make()), "mm_payload": "none"}

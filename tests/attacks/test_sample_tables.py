@@ -205,8 +205,8 @@ def test_pcm_sound_whose_samples_fill_the_file_is_accepted(codec: str, rate: int
         if video_frames:
             video = container.add_stream("mjpeg", rate=2, width=64, height=64, pix_fmt="yuvj420p")
             for _ in range(video_frames):
-                picture = av.VideoFrame.from_ndarray(np.zeros((64, 64, 3), np.uint8), "rgb24")
-                container.mux(video.encode(picture))
+                image = av.VideoFrame.from_ndarray(np.zeros((64, 64, 3), np.uint8), "rgb24")
+                container.mux(video.encode(image))
             container.mux(video.encode(None))
         for start in range(0, 30 * rate, 1024):
             samples = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.int16), "s16", "mono")

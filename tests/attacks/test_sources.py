@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.attacks.conftest import CHAT, Attacked, asking
-from tools.demo import encode, picture
+from tools.demo import draw_shape, encode
 
-STAR = encode(picture("green", (40, 160, 60), "star", x=0.5), "PNG")
+STAR = encode(draw_shape("green", (40, 160, 60), "star", x=0.5), "PNG")
 B64 = base64.b64encode(STAR).decode()
 
 UNKNOWN = "its name cannot be resolved"

@@ -37,8 +37,8 @@ def media(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("media")
     for index in range(10):
         size = (60 + 17 * index, 200 - 13 * index)
-        picture = photograph(PHOTOGRAPHS[index % len(PHOTOGRAPHS)], size)
-        (folder / f"{index}.jpg").write_bytes(encoded(picture, quality=80))
+        image = photograph(PHOTOGRAPHS[index % len(PHOTOGRAPHS)], size)
+        (folder / f"{index}.jpg").write_bytes(encoded(image, quality=80))
     (folder / "clip.mp4").write_bytes(encode_video(moving_frames(6)))
     return folder
 

@@ -233,47 +233,47 @@ def test_a_file_that_is_cut_while_workers_read_it_ends_the_command(tmp_path: Pat
 
 
 @pytest.fixture
-def pictures(media: Path, tmp_path: Path) -> Path:
-    (tmp_path / "pictures").mkdir()
+def images(media: Path, tmp_path: Path) -> Path:
+    (tmp_path / "images").mkdir()
     for index in range(4):
-        shutil.copy(media / f"{index}.jpg", tmp_path / "pictures" / f"{index}.jpg")
-    return tmp_path / "pictures"
+        shutil.copy(media / f"{index}.jpg", tmp_path / "images" / f"{index}.jpg")
+    return tmp_path / "images"
 
 
-def test_a_removed_picture_of_a_listed_folder_ends_the_run(pictures: Path, tmp_path: Path) -> None:
-    given, folder = settings(pictures), tmp_path / "run"
+def test_a_removed_image_of_a_listed_folder_ends_the_run(images: Path, tmp_path: Path) -> None:
+    given, folder = settings(images), tmp_path / "run"
     begun = Begun(given, folder)
     steps = begun.stage.run(begun.chunks[0], {})
     next(steps)
-    data = (pictures / "2.jpg").read_bytes()
-    (pictures / "2.jpg").unlink()
-    with pytest.raises(StorageError, match=r"2\.jpg was removed while the run was reading .*pictures"):
+    data = (images / "2.jpg").read_bytes()
+    (images / "2.jpg").unlink()
+    with pytest.raises(StorageError, match=r"2\.jpg was removed while the run was reading .*images"):
         list(steps)
     assert named_shards(folder) == []
-    with pytest.raises(InputError, match="pictures differs from that of the earlier input"):
+    with pytest.raises(InputError, match="images differs from that of the earlier input"):
         run(given, folder)
-    (pictures / "2.jpg").write_bytes(data)
+    (images / "2.jpg").write_bytes(data)
     assert run_in_process(given, folder).num_errors == 0
     run_in_process(given, tmp_path / "whole")
     assert content(folder) == content(tmp_path / "whole")
 
 
-def test_a_media_folder_that_is_moved_away_ends_the_run(pictures: Path, tmp_path: Path) -> None:
-    begun = Begun(settings(pictures, shard_rows=2), tmp_path / "run")
+def test_a_media_folder_that_is_moved_away_ends_the_run(images: Path, tmp_path: Path) -> None:
+    begun = Begun(settings(images, shard_rows=2), tmp_path / "run")
     list(begun.stage.run(begun.chunks[0], {}))
     before = named_shards(tmp_path / "run")
-    pictures.rename(tmp_path / "elsewhere")
-    with pytest.raises(StorageError, match=r"pictures/2\.jpg was removed while the run was reading .*pictures"):
+    images.rename(tmp_path / "elsewhere")
+    with pytest.raises(StorageError, match=r"images/2\.jpg was removed while the run was reading .*images"):
         list(begun.stage.run(begun.chunks[1], {}))
     assert named_shards(tmp_path / "run") == before
 
 
-def test_a_replaced_picture_has_the_digest_of_the_bytes_read(pictures: Path, tmp_path: Path) -> None:
-    rows = written(pictures / "rows.jsonl", [{"image": "0.jpg", "text": "What?"}] * 2)
+def test_a_replaced_image_has_the_digest_of_the_bytes_read(images: Path, tmp_path: Path) -> None:
+    rows = written(images / "rows.jsonl", [{"image": "0.jpg", "text": "What?"}] * 2)
     begun = Begun(settings(rows), tmp_path / "run")
     steps = begun.stage.run(begun.chunks[0], {})
     next(steps)
-    (pictures / "0.jpg").write_bytes(encoded(photograph(size=(70, 50))))
+    (images / "0.jpg").write_bytes(encoded(photograph(size=(70, 50))))
     list(steps)
     run(settings(rows), tmp_path / "run")
     replaced = Dataset(tmp_path / "run")

@@ -68,8 +68,8 @@ def test_samples_are_packed_with_the_positions_of_their_own_rows(dataset: Datase
             assert batch[name][row, own].tolist() == unpacked[name][index, :length].tolist()
         assert batch["position_ids"][0, row, own].tolist() == [*range(length)]
         start = 0 if index == 1 else start + length
-    picture = batch["position_ids"][1:, 0, lengths[0] : -1]
-    assert not torch.equal(picture[0], picture[1]), "an image has positions on two axes"
+    image = batch["position_ids"][1:, 0, lengths[0] : -1]
+    assert not torch.equal(image[0], image[1]), "an image has positions on two axes"
 
 
 def test_wrong_batches_are_refused(dataset: Dataset) -> None:

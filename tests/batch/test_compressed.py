@@ -46,8 +46,8 @@ def test_the_command_reads_compressed_lines_as_if_they_were_not(ending: str, tmp
 
 @pytest.mark.parametrize("ending", PACKERS)
 def test_a_compressed_tar_gives_the_same_bytes_as_the_tar(ending: str, tmp_path: Path) -> None:
-    picture = encoded(photograph(size=(60, 40)))
-    tar = packed(tmp_path / "t.tar", [(f"{row}.jpg", picture) for row in range(3)])
+    image = encoded(photograph(size=(60, 40)))
+    tar = packed(tmp_path / "t.tar", [(f"{row}.jpg", image) for row in range(3)])
     (tmp_path / f"t.tar{ending}").write_bytes(PACKERS[ending](tar.read_bytes()))
     for name in ("t.tar", f"t.tar{ending}"):
         run_in_process(settings(tmp_path / name, template="What?"), tmp_path / f"run of {name}")

@@ -36,10 +36,10 @@ from tests.namespaces import UNSHARE, require
 def place(media: Path, tmp_path: Path) -> Path:
     """Return a folder that contains a file of rows and a folder with the images of these rows."""
     folder = tmp_path / "place"
-    (folder / "pictures").mkdir(parents=True)
+    (folder / "images").mkdir(parents=True)
     for index in range(3):
-        shutil.copy(media / f"{index}.jpg", folder / "pictures" / f"{index}.jpg")
-    written(folder / "rows.jsonl", [{"image": f"pictures/{index}.jpg", "text": "What?"} for index in range(3)])
+        shutil.copy(media / f"{index}.jpg", folder / "images" / f"{index}.jpg")
+    written(folder / "rows.jsonl", [{"image": f"images/{index}.jpg", "text": "What?"} for index in range(3)])
     return folder
 
 
@@ -50,7 +50,7 @@ def make_unfinished_run(given: Settings, folder: Path) -> None:
     max(folder.glob("shard-*.parquet")).unlink()
 
 
-@pytest.mark.parametrize("name", ["rows.jsonl", pytest.param("pictures", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["rows.jsonl", pytest.param("images", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("how", ["relative", "./", "..", "slash", "link", "linked folder", "moved"])
 def test_an_input_under_another_path_continues_the_run(
     how: str, name: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -59,7 +59,7 @@ def test_an_input_under_another_path_continues_the_run(
     make_unfinished_run(given, folder)
     monkeypatch.chdir(place)
     spelled = {"relative": name, "./": f"./{name}", "..": f"../place/{name}", "slash": f"{place}//{name}"}.get(how, "")
-    if how == "slash" and name == "pictures":
+    if how == "slash" and name == "images":
         spelled += "/"
     if how == "link":
         (tmp_path / "place" / f"link-{name}").symlink_to(place / name)
@@ -78,7 +78,7 @@ def test_an_input_under_another_path_continues_the_run(
     assert content(folder) == content(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("name", ["rows.jsonl", "pictures"])
+@pytest.mark.parametrize("name", ["rows.jsonl", "images"])
 def test_a_copied_input_in_another_folder_is_another_input(name: str, place: Path, tmp_path: Path) -> None:
     shutil.copytree(place, tmp_path / "other")
     run_in_process(settings(place / name), tmp_path / "run")
@@ -89,7 +89,7 @@ def test_a_copied_input_in_another_folder_is_another_input(name: str, place: Pat
 
 
 @pytest.mark.parametrize("how", ["symlink", "hard link", "moved alone"])
-def test_a_linked_or_moved_file_without_its_pictures_is_another_input(how: str, place: Path, tmp_path: Path) -> None:
+def test_a_linked_or_moved_file_without_its_images_is_another_input(how: str, place: Path, tmp_path: Path) -> None:
     """Relative paths of media start from the folder of the given path, so they would refer to other files."""
     given, folder, other = settings(place / "rows.jsonl", shard_rows=2), tmp_path / "run", tmp_path / "other"
     make_unfinished_run(given, folder)
@@ -193,13 +193,13 @@ def test_an_input_in_the_output_folder_is_refused(place: Path, tmp_path: Path) -
     (tmp_path / "link").symlink_to(place)
     rows = place / "rows.jsonl"
     rows.rename(place / "input-000.jsonl")
-    for output in (place, tmp_path / "link", place / "pictures/.."):
+    for output in (place, tmp_path / "link", place / "images/.."):
         status, message = tokenize(place / "input-000.jsonl", "--output", output)
         assert status == 2
         assert f"the input {place / 'input-000.jsonl'} is inside the output folder" in message
-    status, message = tokenize(place / "pictures", "--output", place / "pictures")
+    status, message = tokenize(place / "images", "--output", place / "images")
     assert (status, "is inside the output folder" in message) == (2, True)
-    assert sorted(path.name for path in place.iterdir()) == ["input-000.jsonl", "pictures"]
+    assert sorted(path.name for path in place.iterdir()) == ["input-000.jsonl", "images"]
 
 
 def test_an_output_may_be_a_link_to_a_folder(place: Path, tmp_path: Path) -> None:

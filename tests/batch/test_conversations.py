@@ -16,7 +16,7 @@ from tests.batch.conftest import run_in_process, settings, tokenize, written
 from tests.batch.test_forms import tabled
 from tests.media_samples import encoded, photograph
 
-PICTURE = encoded(photograph(size=(60, 40)))
+IMAGE_BYTES = encoded(photograph(size=(60, 40)))
 IMAGE = {"type": "image", "image": "a.png"}
 SYSTEM = {"role": "system", "content": "Be brief."}
 ANSWER = {"role": "assistant", "content": "A <image>."}
@@ -129,7 +129,7 @@ def test_a_conversation_that_begins_with_an_answer_is_whole_or_fails_with_the_re
 
 
 def test_a_prompt_and_a_completion_without_roles_stay_texts_without_a_template(tmp_path: Path) -> None:
-    (tmp_path / "a.png").write_bytes(PICTURE)
+    (tmp_path / "a.png").write_bytes(IMAGE_BYTES)
     pairs = [
         {"prompt": "The sky is", "completion": " blue.", "image": "a.png"},
         {"completion": " blue.", "prompt": "The sky is"},
@@ -163,7 +163,7 @@ def test_a_prompt_and_a_completion_without_roles_stay_texts_without_a_template(t
 
 def test_the_command_reads_an_array_of_whole_conversations(tmp_path: Path) -> None:
     """Texts that are spelled like a media token, in any turn, do not become one."""
-    (tmp_path / "a.png").write_bytes(PICTURE)
+    (tmp_path / "a.png").write_bytes(IMAGE_BYTES)
     spelled = "What is <image> and <|image_pad|>?"
     talk = [*TALK[1:3], {"from": "human", "value": "And <|image_pad|>?"}]
     rows: list[Any] = [{"image": "a.png", "conversations": talk}, {"text": "a\r", "note": [1.50]}]
@@ -189,7 +189,7 @@ def test_the_command_reads_an_array_of_whole_conversations(tmp_path: Path) -> No
 def test_a_folder_with_metadata_gives_the_rows_of_its_table(form: str, tmp_path: Path) -> None:
     media = tmp_path / "media"
     media.mkdir()
-    (media / "0.png").write_bytes(PICTURE)
+    (media / "0.png").write_bytes(IMAGE_BYTES)
     rows = [{"file_name": name, "text": "What is this?", "label": 7} for name in ("0.png", "gone.png")]
     if form == "jsonl":
         written(media / "metadata.jsonl", rows)

@@ -312,12 +312,12 @@ def test_a_row_group_is_read_piece_by_piece(tmp_path: Path) -> None:
 
 
 def test_only_regular_files_of_a_tar_are_rows(folder: Path, tmp_path: Path) -> None:
-    picture = (folder / "0.jpg").read_bytes()
+    image = (folder / "0.jpg").read_bytes()
     with tarfile.open(tmp_path / "odd.tar", "w") as tar:
         for name in ("../../0.jpg", "/etc/1.jpg", "d\udcff/2.jpg", "x" * 200 + "/3.jpg"):
             member = tarfile.TarInfo(name)
-            member.size = len(picture)
-            tar.addfile(member, io.BytesIO(picture))
+            member.size = len(image)
+            tar.addfile(member, io.BytesIO(image))
         for number, type_ in ((4, tarfile.SYMTYPE), (5, tarfile.LNKTYPE), (6, tarfile.FIFOTYPE), (7, tarfile.DIRTYPE)):
             member = tarfile.TarInfo(f"{number}.jpg")
             member.type, member.linkname = type_, str(folder / "0.jpg")

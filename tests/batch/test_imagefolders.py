@@ -19,7 +19,7 @@ from tests.batch.conftest import run_in_process, settings, tokenize, written
 from tests.batch.test_forms import tabled
 from tests.media_samples import encoded, photograph
 
-PICTURES = [encoded(photograph(size=size)) for size in ((60, 40), (40, 60))]
+IMAGES = [encoded(photograph(size=size)) for size in ((60, 40), (40, 60))]
 SPLITS = ("test", "train/more")
 
 
@@ -36,10 +36,10 @@ def described(folder: Path, form: str, rows: list[dict[str, Any]]) -> None:
 
 def with_splits(root: Path, form: str) -> Path:
     """Write a folder whose two splits have an image of the same name, a text for it, and an image without a text."""
-    for split, picture in zip(SPLITS, PICTURES, strict=True):
+    for split, image in zip(SPLITS, IMAGES, strict=True):
         (root / split / "own").mkdir(parents=True)
         for name in ("a.png", "own/b.png"):
-            (root / split / name).write_bytes(picture)
+            (root / split / name).write_bytes(image)
         described(root / split, form, [{"file_name": "a.png", "text": f"What is {split}?"}])
     return root
 
@@ -58,7 +58,7 @@ def test_each_split_has_the_rows_of_its_own_table(form: str, tmp_path: Path, mon
     root = with_splits(tmp_path / "if", form)
     rows, left_out = gathered(root, tmp_path / "rows")
     assert rows == [{"file_name": f"{split}/a.png", "text": f"What is {split}?"} for split in SPLITS]
-    assert left_out == Counter({".png": 2}), "no table names the other pictures"
+    assert left_out == Counter({".png": 2}), "no table names the other images"
     assert gathered(root, tmp_path / "rows", limit=1) == (rows[:1], Counter())
     monkeypatch.setattr(remote, "STORES", {"memory"})
     store = fsspec.filesystem("memory")
@@ -78,7 +78,7 @@ def test_each_split_has_the_rows_of_its_own_table(form: str, tmp_path: Path, mon
 
 def test_tables_of_a_folder_and_of_its_subfolders_are_read_together(tmp_path: Path) -> None:
     root = with_splits(tmp_path / "if", "jsonl")
-    (root / "0.png").write_bytes(PICTURES[0])
+    (root / "0.png").write_bytes(IMAGES[0])
     top = [b'\xef\xbb\xbf{"file_name": "0.png",  "text": "a", "n": 1.50}', b"no JSON"]
     top += [b'{"file_names": ["test/own/b.png", "./train/more/own/b.png"], "text": "two"}']
     written(root / "metadata.jsonl", [*top, b""])
@@ -87,7 +87,7 @@ def test_tables_of_a_folder_and_of_its_subfolders_are_read_together(tmp_path: Pa
     folder.mkdir()
     left_out = gather((str(root),), folder, "", io.BytesIO())
     assert gathered_path(folder, 0).read_bytes().splitlines()[:3] == top, "rows of the folder itself are unchanged"
-    assert left_out == Counter({"metadata.csv": 1}), "all pictures are named"
+    assert left_out == Counter({"metadata.csv": 1}), "all images are named"
     assert unread_tables(left_out, "").startswith("metadata.csv: not read, because the same folder also has")
 
 

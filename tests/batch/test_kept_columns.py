@@ -101,8 +101,8 @@ def test_a_value_of_another_type_than_given_fails_its_row(tmp_path: Path) -> Non
 
 
 def test_a_label_in_a_tar_is_not_taken_for_the_missing_text(tmp_path: Path) -> None:
-    picture = encoded(photograph(size=(60, 40)))
-    tar = packed(tmp_path / "t.tar", [("0.jpg", picture), ("0.json", json.dumps({"label": 5}).encode())])
+    image = encoded(photograph(size=(60, 40)))
+    tar = packed(tmp_path / "t.tar", [("0.jpg", image), ("0.json", json.dumps({"label": 5}).encode())])
     run_in_process(settings(tar, keep_columns={"label": ""}), tmp_path / "run")
     (sample,) = Dataset(tmp_path / "run")
     assert (sample.error, sample.columns) == (None, {"label": 5})

@@ -21,12 +21,12 @@ from tests.batch.conftest import write_shards, written
 from tests.media_samples import encoded, photograph
 
 FILMS = Path(__file__).parents[1] / "cases/films"
-PICTURE = base64.b64encode(encoded(photograph(size=(60, 40)), "PNG")).decode()
-LONG, SPECIAL, PICTURE_IN_TEXT, HDR, TRANSPARENT = range(5)
+IMAGE = base64.b64encode(encoded(photograph(size=(60, 40)), "PNG")).decode()
+LONG, SPECIAL, IMAGE_IN_TEXT, HDR, TRANSPARENT = range(5)
 ROWS: list[dict[str, Any]] = [
     {"messages": [{"role": role, "content": "Words, many words. " * 9} for role in ("user", "assistant", "user")]},
     {"text": "<|im_start|>"},
-    {"text": f'What is <img src="data:image/png;base64,{PICTURE}">?'},
+    {"text": f'What is <img src="data:image/png;base64,{IMAGE}">?'},
     {"video": str(FILMS / "hlg_orange.mp4"), "text": "What moves?"},
     {"video": str(FILMS / "transparent.mov"), "text": "What moves?"},
 ]
@@ -85,7 +85,7 @@ EFFECTS: dict[str, tuple[tuple[object, ...], Callable[[Dataset, Dataset], bool]]
     ),
     "webui-images": (
         ("--webui-images",),
-        lambda now, was: (len(now[PICTURE_IN_TEXT].spans), len(was[PICTURE_IN_TEXT].spans)) == (1, 0),
+        lambda now, was: (len(now[IMAGE_IN_TEXT].spans), len(was[IMAGE_IN_TEXT].spans)) == (1, 0),
     ),
     "family": (("--family", "qwen2_5_omni"), lambda now, was: now.manifest.run.settings.family == "qwen2_5_omni"),
     "hdr-to-sdr": (("--no-hdr-to-sdr",), lambda now, was: changed(now, was) == [HDR]),

@@ -19,7 +19,7 @@ from mindie_mm.errors import InputError
 from tests.batch.conftest import run_in_process, settings
 from tests.media_samples import encoded, photograph
 
-PICTURES = [encoded(photograph(size=(60, 40))), encoded(photograph(size=(40, 60)))]
+IMAGES = [encoded(photograph(size=(60, 40))), encoded(photograph(size=(40, 60)))]
 AND = {"type": "text", "text": "and"}
 
 
@@ -92,9 +92,9 @@ def test_a_table_in_the_form_of_datasets_gives_the_same_prompt(tmp_path: Path) -
         {"type": "text", "text": "and", "index": None},
         {"type": "image", "text": None, "index": 1},
     ]
-    for number, picture in enumerate(PICTURES):
-        (tmp_path / f"{number}.png").write_bytes(picture)
-    images = [{"bytes": picture, "path": None} for picture in PICTURES]
+    for number, image in enumerate(IMAGES):
+        (tmp_path / f"{number}.png").write_bytes(image)
+    images = [{"bytes": image, "path": None} for image in IMAGES]
     answer = {"role": "assistant", "content": [{"type": "text", "text": "Two.", "index": None}]}
     messages = [{"role": "user", "content": places}, answer]
     pq.write_table(pa.Table.from_pylist([{"messages": messages, "images": images}]), tmp_path / "rows.parquet")

@@ -36,8 +36,8 @@ from tests.batch.conftest import content, run_in_process, settings, written
 from tests.media_samples import encoded, load_image, photograph
 from tests.sound_samples import encode_sound, tone
 
-PICTURE = photograph(size=(60, 40))
-PNG = encoded(PICTURE, "PNG")
+IMAGE = photograph(size=(60, 40))
+PNG = encoded(IMAGE, "PNG")
 SCRIPT = """
 import asyncio, json, sys
 from pathlib import Path
@@ -110,12 +110,12 @@ def test_a_script_and_a_notebook_need_no_guard(tmp_path: Path) -> None:
 
 def test_media_in_rows_are_those_of_files(tmp_path: Path) -> None:
     """Pixels are written without loss, and a dict of the `datasets` library is its bytes."""
-    pixels = np.asarray(PICTURE)
+    pixels = np.asarray(IMAGE)
     rows: list[Any] = [
-        {"image": PICTURE, "text": "a"},
+        {"image": IMAGE, "text": "a"},
         {"images": [pixels, io.BytesIO(PNG)], "text": "a"},
         {"image": {"bytes": PNG, "path": "gone.png"}, "text": "a", "label": np.int64(3)},
-        {"messages": [{"role": "user", "content": [{"type": "image", "image": PICTURE}, "a"]}], "at": Path("a")},
+        {"messages": [{"role": "user", "content": [{"type": "image", "image": IMAGE}, "a"]}], "at": Path("a")},
     ]
     lines = written_lines(rows)
     assert written_lines(iter(rows), limit=2) == lines[:2]

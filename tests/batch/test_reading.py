@@ -318,7 +318,7 @@ def test_generate_uses_the_rows_own_checkpoint_despite_the_environment(
     assert done.exit_code == 0, done.stderr
 
 
-def test_inspect_shows_the_run_and_the_pictures_of_a_row(
+def test_inspect_shows_the_run_and_the_images_of_a_row(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def inspect(*arguments: object) -> str:

@@ -29,7 +29,7 @@ from tests.batch.conftest import content, run_in_process, tokenize, written
 from tests.batch.test_forms import packed, tabled
 from tests.media_samples import encoded, photograph
 
-PICTURE = encoded(photograph(size=(60, 40)))
+IMAGE = encoded(photograph(size=(60, 40)))
 
 
 @pytest.fixture
@@ -58,12 +58,12 @@ def rows(folder: str) -> list[dict[str, Any]]:
 
 def files(tmp_path: Path, folder: str) -> list[Path]:
     """Write rows in each format to a local folder, for media in the remote `folder`. Return the files."""
-    (tmp_path / "0.png").write_bytes(PICTURE)
+    (tmp_path / "0.png").write_bytes(IMAGE)
     lines = written(tmp_path / "rows.jsonl", rows(folder))
     (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(lines.read_bytes()))
     (tmp_path / "rows.json").write_text(json.dumps(rows(folder)))
     table = tabled(tmp_path / "rows.parquet", rows(folder), row_group_size=2)
-    tar = packed(tmp_path / "rows.tar", [("a.png", PICTURE), ("a.txt", b"What?"), ("b.png", PICTURE)])
+    tar = packed(tmp_path / "rows.tar", [("a.png", IMAGE), ("a.txt", b"What?"), ("b.png", IMAGE)])
     return [lines, tmp_path / "rows.jsonl.gz", tmp_path / "rows.json", table, tar]
 
 
@@ -118,7 +118,7 @@ def test_a_url_is_never_taken_for_a_path(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     (tmp_path / "memory:/gone").mkdir(parents=True)
     written(tmp_path / "memory:/gone/rows.jsonl", [{"text": "a"}])
-    (tmp_path / "memory:/gone/0.png").write_bytes(PICTURE)
+    (tmp_path / "memory:/gone/0.png").write_bytes(IMAGE)
     for url, why in (
         ("memory://gone/rows.jsonl", "there is no file memory://gone/rows.jsonl"),
         ("memory://gone/*.jsonl", "no file matches memory://gone/*.jsonl"),
@@ -145,7 +145,7 @@ def test_urls_with_a_star_are_expanded_in_order(store: Any) -> None:
 
 
 def test_schemes_may_be_in_upper_case(store: Any, tmp_path: Path) -> None:
-    store.pipe("/data/0.png", PICTURE)
+    store.pipe("/data/0.png", IMAGE)
     store.pipe("/data/rows.jsonl", b'{"image": "MEMORY://data/0.png", "text": "What?"}\n')
     run_in_process(settings("Memory://data/rows.jsonl"), tmp_path / "run")
     samples = Dataset(tmp_path / "run")

@@ -26,7 +26,7 @@ from tests.batch.test_changed_inputs import Begun
 from tests.batch.test_forms import tabled
 from tests.media_samples import encoded, photograph
 
-PICTURE = encoded(photograph(size=(60, 40)))
+IMAGE = encoded(photograph(size=(60, 40)))
 URL = "memory://data/media/"
 ODD = [
     "a b.png",
@@ -50,7 +50,7 @@ def media(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("remote") / "media"
     for name in (*NAMES, *OTHERS):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(PICTURE if name in NAMES else b"x")
+        (folder / name).write_bytes(IMAGE if name in NAMES else b"x")
     return folder
 
 
@@ -105,7 +105,7 @@ def gathered(given: object, folder: Path) -> bytes:
 def test_a_remote_folder_with_metadata_gives_the_rows_of_its_table(form: str, store: Any, tmp_path: Path) -> None:
     folder = tmp_path / "media"
     folder.mkdir()
-    (folder / "0.png").write_bytes(PICTURE)
+    (folder / "0.png").write_bytes(IMAGE)
     if form == "csv":
         (folder / "metadata.csv").write_text('file_name,text,label\n0.png,"What\nis this?",7\n')
     else:
@@ -120,18 +120,18 @@ def test_a_remote_folder_with_metadata_gives_the_rows_of_its_table(form: str, st
 
 def test_a_changed_remote_folder_is_noticed(store: Any, tmp_path: Path) -> None:
     for index in range(3):
-        store.pipe(f"/data/media/{index}.png", PICTURE)
+        store.pipe(f"/data/media/{index}.png", IMAGE)
     given = settings(URL, shard_rows=1)
     run_in_process(given, tmp_path / "run")
     before = content(tmp_path / "run")
     run_in_process(given, tmp_path / "run")
     assert content(tmp_path / "run") == before
     lists = {gathered(URL, tmp_path / "rows")}
-    store.pipe("/data/media/1.png", PICTURE)  # another object of the same size
+    store.pipe("/data/media/1.png", IMAGE)  # another object of the same size
     lists.add(gathered(URL, tmp_path / "rows"))
     with pytest.raises(InputError, match="because the content of memory://data/media/ differs"):
         run_in_process(given, tmp_path / "run")
-    store.pipe("/data/media/3.png", PICTURE)
+    store.pipe("/data/media/3.png", IMAGE)
     lists.add(gathered(URL, tmp_path / "rows"))
     store.rm("/data/media/0.png")
     lists.add(gathered(URL, tmp_path / "rows"))
@@ -141,7 +141,7 @@ def test_a_changed_remote_folder_is_noticed(store: Any, tmp_path: Path) -> None:
 def test_a_removed_object_of_a_listed_folder_ends_the_run(store: Any, tmp_path: Path) -> None:
     """An object that is no image only fails its row, also if its name looks like a chain of URLs."""
     for name in ("0.png", "a::b.png", "broken.png", "last.png"):
-        store.pipe(f"/data/media/{name}", b"x" if name == "broken.png" else PICTURE)
+        store.pipe(f"/data/media/{name}", b"x" if name == "broken.png" else IMAGE)
     begun = Begun(settings(URL), tmp_path / "run")
     store.rm("/data/media/last.png")
     steps = begun.stage.run(begun.chunks[0], {})
@@ -179,7 +179,7 @@ def test_an_object_that_cannot_be_read_fails_only_its_row_but_an_outage_ends_the
     error: Exception, store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for index in range(4):
-        store.pipe(f"/data/media/{index}.png", PICTURE)
+        store.pipe(f"/data/media/{index}.png", IMAGE)
     begun = Begun(settings(URL), tmp_path / "run")
     steps = begun.stage.run(begun.chunks[0], {})
     with monkeypatch.context() as patch:
@@ -233,6 +233,6 @@ def test_the_command_reads_a_folder_of_a_real_s3_server(media: Path, tmp_path: P
     store.pipe("bucket/media/0.png", encoded(photograph(size=(61, 40))))
     refused = tokenize(*again)
     assert (refused.returncode, "the content of s3://bucket/media/ differs" in refused.stderr) == (2, True)
-    store.pipe("bucket/media/below//0.png", PICTURE)
+    store.pipe("bucket/media/below//0.png", IMAGE)
     refused = tokenize("s3://bucket/media/", "--output", tmp_path / "new")
     assert (refused.returncode, "below has a folder without a name" in refused.stderr) == (2, True), refused.stderr

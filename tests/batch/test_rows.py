@@ -33,7 +33,7 @@ from tests.batch.test_forms import packed, tabled
 from tests.media_samples import encoded, photograph
 
 TINY = Path(mindie_mm.__file__).parent / "assets/tiny"
-PICTURE = encoded(photograph(size=(60, 40)))
+IMAGE = encoded(photograph(size=(60, 40)))
 TEMPLATE = (
     "{% if tools %}{{ tools|tojson }}\n{% endif %}{{ tone }}{% for message in messages %}{{ message.role }}: "
     "{{ message.content[0].text }}{{ message.tool_calls|tojson if message.tool_calls }}\n{% endfor %}"
@@ -56,7 +56,7 @@ def rows_of(path: Path) -> list[tuple[str | None, Row]]:
 
 
 def packed_json(path: Path, key: str, described: Any, *others: tuple[str, bytes]) -> Path:
-    return packed(path, [(f"{key}.json", json.dumps(described).encode()), (f"{key}.jpg", PICTURE), *others])
+    return packed(path, [(f"{key}.json", json.dumps(described).encode()), (f"{key}.jpg", IMAGE), *others])
 
 
 def test_a_path_that_could_be_base64_is_read_from_the_inputs_folder(
@@ -67,9 +67,9 @@ def test_a_path_that_could_be_base64_is_read_from_the_inputs_folder(
     names = [hashlib.sha256(name).hexdigest() for name in (b"here", b"elsewhere")]
     for folder, name in zip((here, elsewhere), names, strict=True):
         folder.mkdir()
-        (folder / name).write_bytes(PICTURE)
-    encoded_picture = base64.b64encode(PICTURE).decode()
-    rows = [{"image": source, "text": "What?"} for source in (*names, encoded_picture)]
+        (folder / name).write_bytes(IMAGE)
+    encoded_image = base64.b64encode(IMAGE).decode()
+    rows = [{"image": source, "text": "What?"} for source in (*names, encoded_image)]
     settled = settings(written(here / "rows.jsonl", rows))
     for folder in (elsewhere, here):
         monkeypatch.chdir(folder)
@@ -82,7 +82,7 @@ def test_a_path_that_could_be_base64_is_read_from_the_inputs_folder(
 
 
 def test_each_frame_path_is_resolved_against_the_inputs_folder(tmp_path: Path) -> None:
-    (tmp_path / "1.jpg").write_bytes(PICTURE)
+    (tmp_path / "1.jpg").write_bytes(IMAGE)
     url = "https://host/3.jpg"
     item = {"type": "video", "video": ["1.jpg", "/elsewhere/2.jpg", url], "sample_fps": 1.0}
     placed = Media("video", (f"{tmp_path}/1.jpg", "/elsewhere/2.jpg", url), MediaOptions(sample_fps=1.0))
@@ -100,61 +100,59 @@ def test_each_frame_path_is_resolved_against_the_inputs_folder(tmp_path: Path) -
         with pytest.raises(InputError, match=r"\[1\] is missing"):
             parse(row, tmp_path, "")
     (found,) = rows_of(packed_json(tmp_path / "t.tar", "7", {"videos": [["7.jpg", "7.jpg", url]]}))
-    assert found == ("7", Row((Media("video", (PICTURE, PICTURE, url)),)))
+    assert found == ("7", Row((Media("video", (IMAGE, IMAGE, url)),)))
 
 
 def test_only_media_fields_of_a_row_refer_to_files_of_the_tar(tmp_path: Path) -> None:
     described = {"id": "d/1.jpg", "image": "1.jpg", "prompt": "d/1.jpg"}
     ((name, row),) = rows_of(packed_json(tmp_path / "t.tar", "d/1", described))
-    assert (name, row) == ("d/1.jpg", Row((Media("image", PICTURE), Text("d/1.jpg"))))
+    assert (name, row) == ("d/1.jpg", Row((Media("image", IMAGE), Text("d/1.jpg"))))
     part = {"type": "image_url", "image_url": {"url": "d/1.jpg"}}
     messages = [{"role": "system", "content": "1.jpg"}, {"role": "user", "content": [part], "name": "1.jpg"}]
     ((_, row),) = rows_of(packed_json(tmp_path / "m.tar", "d/1", {"messages": messages}))
-    expected = [Message("system", "1.jpg"), Message("user", (Media("image", PICTURE),), {"name": "1.jpg"})]
+    expected = [Message("system", "1.jpg"), Message("user", (Media("image", IMAGE),), {"name": "1.jpg"})]
     assert row == Row(messages=expected)
 
 
 def test_a_json_file_of_a_tar_may_be_a_list_or_text_only(tmp_path: Path) -> None:
     listed = [{"image": "2.jpg"}, {"text": "Describe"}]
     ((_, row),) = rows_of(packed_json(tmp_path / "l.tar", "2", listed))
-    assert row == Row((Media("image", PICTURE), Text("Describe")))
+    assert row == Row((Media("image", IMAGE), Text("Describe")))
     rows = rows_of(packed(tmp_path / "t.tar", [("5.json", b'{"text": "{media}a"}'), ("6.JSON", b'{"prompt": "b"}')]))
     assert rows == [("5", Row((Text("{media}a"),))), ("6", Row((Text("b"),)))]
     described = {"text": "{media}a", "image": None, "prompt": None, "add_generation_prompt": False}
     ((_, row),) = rows_of(packed_json(tmp_path / "o.tar", "7", described))
-    expected = Row([Media("image", PICTURE), Text("a")], add_generation_prompt=False, template_kwargs={})
+    expected = Row([Media("image", IMAGE), Text("a")], add_generation_prompt=False, template_kwargs={})
     assert row == expected
 
 
 def test_a_tar_row_prefers_the_json_and_text_files_of_its_own_name(tmp_path: Path) -> None:
     others = [("3.meta.json", b'{"text": "no", "image": "gone.jpg"}'), ("3.old.txt", b"no"), ("3.txt", b"no")]
     ((_, row),) = rows_of(packed_json(tmp_path / "j.tar", "3", {"text": "yes"}, *others))
-    assert row == Row([Media("image", PICTURE), Text("yes")])
-    ((name, row),) = rows_of(
-        packed(tmp_path / "t.tar", [("/4.jpg", PICTURE), *[("/4.txt", b"yes")], ("/4.z.txt", b"")])
-    )
-    assert (name, row) == ("/4", Row([Media("image", PICTURE), Text("yes")]))
-    ((_, row),) = rows_of(packed(tmp_path / "c.tar", [("5.caption.txt", b"yes"), ("5.jpg", PICTURE)]))
-    assert row == Row([Media("image", PICTURE), Text("yes")])
+    assert row == Row([Media("image", IMAGE), Text("yes")])
+    ((name, row),) = rows_of(packed(tmp_path / "t.tar", [("/4.jpg", IMAGE), *[("/4.txt", b"yes")], ("/4.z.txt", b"")]))
+    assert (name, row) == ("/4", Row([Media("image", IMAGE), Text("yes")]))
+    ((_, row),) = rows_of(packed(tmp_path / "c.tar", [("5.caption.txt", b"yes"), ("5.jpg", IMAGE)]))
+    assert row == Row([Media("image", IMAGE), Text("yes")])
 
 
 @pytest.mark.parametrize(
     ("members", "why"),
     [
-        ({"1.json": b'{"text": ["a"]}', "1.jpg": PICTURE}, "the text in 1.json is list; it must be a string"),
-        ({"1.json": b'{"text": "a", "prompt": "b"}', "1.jpg": PICTURE}, "1.json has both text and prompt"),
+        ({"1.json": b'{"text": ["a"]}', "1.jpg": IMAGE}, "the text in 1.json is list; it must be a string"),
+        ({"1.json": b'{"text": "a", "prompt": "b"}', "1.jpg": IMAGE}, "1.json has both text and prompt"),
         (
-            {"1.json": b'{"text": "a", "documents": [1]}', "1.jpg": PICTURE},
+            {"1.json": b'{"text": "a", "documents": [1]}', "1.jpg": IMAGE},
             "the row has the key documents, which is not",
         ),
-        ({"1.json": b'"a"', "1.jpg": PICTURE}, "the row is str; it must be an object or a list"),
-        ({"1.json": b"null", "1.jpg": PICTURE}, "the row is NoneType"),
-        ({"1.json": b"[", "1.jpg": PICTURE}, "1.json is not JSON"),
+        ({"1.json": b'"a"', "1.jpg": IMAGE}, "the row is str; it must be an object or a list"),
+        ({"1.json": b"null", "1.jpg": IMAGE}, "the row is NoneType"),
+        ({"1.json": b"[", "1.jpg": IMAGE}, "1.json is not JSON"),
         (
-            {"1.a.txt": b"a", "1.b.txt": b"b", "1.jpg": PICTURE},
+            {"1.a.txt": b"a", "1.b.txt": b"b", "1.jpg": IMAGE},
             r"1 has the text files \['1.a.txt', '1.b.txt'\]; rename one of",
         ),
-        ({"1.txt": b"{media} {media}", "1.jpg": PICTURE}, "the text of the row 1 contains {media} 2 times; it may"),
+        ({"1.txt": b"{media} {media}", "1.jpg": IMAGE}, "the text of the row 1 contains {media} 2 times; it may"),
         ({"1.meta.json": b'{"text": "a"}'}, r"the row 1 has no media file; its files have the extensions \['.json'\]"),
     ],
 )
@@ -164,16 +162,16 @@ def test_tar_files_that_form_no_valid_row_are_refused(members: dict[str, bytes],
 
 
 def test_repeated_names_in_a_tar_are_refused(tmp_path: Path) -> None:
-    members = [("same.jpg", PICTURE), ("same.txt", b"a"), ("same.jpg", PICTURE), ("same.txt", b"b")]
+    members = [("same.jpg", IMAGE), ("same.txt", b"a"), ("same.jpg", IMAGE), ("same.txt", b"b")]
     with pytest.raises(InputError, match=r"same has several files named same\.txt"):
         rows_of(packed(tmp_path / "t.tar", members))
 
 
 def test_hidden_files_of_a_tar_are_ignored(tmp_path: Path) -> None:
     """Hidden files are `._*` and `.DS_Store`, which macOS adds. Paths that begin with `./` are not hidden."""
-    members = [("._4.jpg", b"x"), ("4.jpg", PICTURE), ("._4.txt", b"x"), ("4.txt", b"a"), (".DS_Store", b"x")]
-    rows = rows_of(packed(tmp_path / "t.tar", [("./.DS_Store", b"x"), *members, ("./5.jpg", PICTURE)]))
-    assert rows == [("4", Row([Media("image", PICTURE), Text("a")])), ("./5", Row([Media("image", PICTURE)]))]
+    members = [("._4.jpg", b"x"), ("4.jpg", IMAGE), ("._4.txt", b"x"), ("4.txt", b"a"), (".DS_Store", b"x")]
+    rows = rows_of(packed(tmp_path / "t.tar", [("./.DS_Store", b"x"), *members, ("./5.jpg", IMAGE)]))
+    assert rows == [("4", Row([Media("image", IMAGE), Text("a")])), ("./5", Row([Media("image", IMAGE)]))]
 
 
 @pytest.mark.parametrize(
@@ -271,8 +269,8 @@ REFUSED: Sequence[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_texts_may_have_pictures_as_in_text_generation_webui(tmp_path: Path) -> None:
-    url = f"data:image/jpeg;base64,{base64.b64encode(PICTURE).decode()}"
+def test_texts_may_have_images_as_in_text_generation_webui(tmp_path: Path) -> None:
+    url = f"data:image/jpeg;base64,{base64.b64encode(IMAGE).decode()}"
     tag, items = f'<img src="{url}">What?', [{"image": url}, {"text": "What?"}]
     chats = [{"messages": [{"role": "user", "content": content}]} for content in (tag, items)]
     rows = written(tmp_path / "rows.jsonl", [{"text": tag}, {"inputs": items}, *chats])
@@ -473,11 +471,11 @@ def test_a_tar_row_whose_json_names_its_text_differently_needs_a_template(tmp_pa
     with pytest.raises(InputError, match=r"1 has media but no text, and the keys \['caption', 'width'\] in its \.json"):
         rows_of(path)
     (record,) = open_source(path, ()).records(0, path.stat().st_size)
-    assert parse(record, tmp_path, "What?") == Row([Media("image", PICTURE), Text("What?")])
+    assert parse(record, tmp_path, "What?") == Row([Media("image", IMAGE), Text("What?")])
     ((_, row),) = rows_of(packed_json(tmp_path / "t.tar", "1", {"width": 4}, ("1.txt", b"a cat")))
-    assert row == Row([Media("image", PICTURE), Text("a cat")])
+    assert row == Row([Media("image", IMAGE), Text("a cat")])
     (chosen,) = open_source(path, ("id",)).records(0, path.stat().st_size)
-    assert parse(chosen, tmp_path, "") == Row([Media("image", PICTURE)])
+    assert parse(chosen, tmp_path, "") == Row([Media("image", IMAGE)])
 
 
 def test_a_selected_column_that_no_line_has_is_refused(tmp_path: Path) -> None:
@@ -498,7 +496,7 @@ def test_columns_are_selected_from_every_object(tmp_path: Path) -> None:
     rows: Sequence[Any] = ({"id": 3, "prompt": "no", "messages": MESSAGES}, [{"text": "b"}], {"text": "c"})
     media = tmp_path / "media"
     media.mkdir()
-    (media / "0.jpg").write_bytes(PICTURE)
+    (media / "0.jpg").write_bytes(IMAGE)
     inputs = (
         written(tmp_path / "rows.jsonl", [*rows, b"["]),
         tabled(tmp_path / "t.parquet", [rows[0]]),

@@ -145,8 +145,8 @@ def test_media_caps_are_part_of_a_runs_identity(media, tmp_path):
 
 
 def test_limits_apply_to_each_row(media, tmp_path):
-    with Image.open(media / "0.jpg") as picture:
-        pixels = picture.width * picture.height
+    with Image.open(media / "0.jpg") as image:
+        pixels = image.width * image.height
     rows = written(media / "summed.jsonl", [{"images": ["0.jpg"] * count, "text": "What?"} for count in (2, 2, 3, 4)])
     limits = ("--max-request-pixels", 2 * pixels, "--limit-mm-per-prompt", "image=3")
     done = tokenize(rows, "--output", tmp_path / "run", "--workers", 1, *limits)

@@ -40,7 +40,7 @@ def test_a_sandboxed_run_writes_the_same_files(lines: Path, tmp_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(support().missing), reason="; ".join(support().missing))
-def test_code_in_a_picture_cannot_open_files_or_sockets(tmp_path: Path) -> None:
+def test_code_in_an_image_cannot_open_files_or_sockets(tmp_path: Path) -> None:
     """The image runs the attacker's code in the process that decodes it. The next row is tokenized as usual."""
     (tmp_path / "secret").write_text("secret")
     (tmp_path / "bad.png").write_bytes(running(PNG, ATTACK))

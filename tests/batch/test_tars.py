@@ -19,12 +19,12 @@ from tests.batch.conftest import run, settings
 from tests.batch.test_forms import packed
 from tests.media_samples import encoded, photograph
 
-PICTURE = encoded(photograph(size=(60, 40)))
+IMAGE = encoded(photograph(size=(60, 40)))
 JSON = b'{"text": "What?"}'
 
 
 def pair(key: str) -> list[tuple[str, bytes]]:
-    return [(f"{key}.jpg", PICTURE), (f"{key}.json", JSON)]
+    return [(f"{key}.jpg", IMAGE), (f"{key}.json", JSON)]
 
 
 def opened(path: Path) -> Source:
@@ -40,7 +40,7 @@ def ids(source: Source, num_rows: int) -> list[str | None]:
         records = [*source.records(start, stop)]
         assert len(records) == rows
         for record in records:
-            assert parse(record, Path(), "").items == [Media("image", PICTURE), Text("What?")]
+            assert parse(record, Path(), "").items == [Media("image", IMAGE), Text("What?")]
             found.append(row_id(record))
     return found
 
@@ -57,7 +57,7 @@ def ids(source: Source, num_rows: int) -> list[str | None]:
 def test_a_row_whose_files_are_not_contiguous_is_refused_before_the_run_begins(
     names: Sequence[str], again: str, tmp_path: Path
 ) -> None:
-    path = packed(tmp_path / "apart.tar", [(name, JSON if name.endswith("n") else PICTURE) for name in names])
+    path = packed(tmp_path / "apart.tar", [(name, JSON if name.endswith("n") else IMAGE) for name in names])
     for limit in (None, 1):
         with pytest.raises(InputError, match=rf"apart\.tar: the files of row '.*0' are .*'{again}' comes after files"):
             run(settings(path, limit=limit), tmp_path / "deep/run")
@@ -83,7 +83,7 @@ DAMAGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "text after the end": (lambda data: data + b"more", "is damaged: there is no tar header at byte 10240"),
     "a compressed tar after the end": (lambda data: data + gzip.compress(data), "there is no tar header at byte 10240"),
     "cut after a file": (lambda data: data[: data.rindex(JSON) + 512], "without the zero blocks that end a tar"),
-    "cut in a file": (lambda data: data[: data.rindex(PICTURE) + 600], "cannot be read as an uncompressed tar"),
+    "cut in a file": (lambda data: data[: data.rindex(IMAGE) + 600], "cannot be read as an uncompressed tar"),
     "gzip": (gzip.compress, "compressed with gzip. Unpack it"),
     "zstd": (lambda _: b"\x28\xb5\x2f\xfd" + bytes(600), "compressed with zstd"),
     "empty": (lambda _: b"", "cannot be read as an uncompressed tar"),
@@ -111,7 +111,7 @@ def test_a_single_block_of_zeros_ends_a_tar(tmp_path: Path) -> None:
 
 def test_a_compressed_file_fails_its_row(tmp_path: Path) -> None:
     for name in ("0.json.gz", "0.txt.zst", "0.PNG.GZ"):
-        source = opened(packed(tmp_path / "t.tar", [("0.jpg", PICTURE), (name, b"\x1f\x8b")]))
+        source = opened(packed(tmp_path / "t.tar", [("0.jpg", IMAGE), (name, b"\x1f\x8b")]))
         ((_, start, stop),) = source.cut(1)
         with pytest.raises(InputError, match=f"the row 0 has the compressed file {name}"):
             parse(next(iter(source.records(start, stop))), tmp_path, "")

@@ -15,15 +15,15 @@ import pytest
 from mindie_mm.cli.chat import completions
 from tests import warm
 from tests.cli.shell import BIN, TIMEOUT_S
-from tools.demo import picture
+from tools.demo import draw_shape
 
 GREETING = "Hello! Show me a picture of a shape and ask me about it."
 
 
 @pytest.fixture(scope="module")
 def red(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("pictures") / "a red square.png"
-    picture("red", (220, 40, 40), "square", x=0.35).save(path)
+    path = tmp_path_factory.mktemp("images") / "a red square.png"
+    draw_shape("red", (220, 40, 40), "square", x=0.35).save(path)
     return path
 
 

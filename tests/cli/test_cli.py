@@ -21,7 +21,7 @@ from mindie_mm.cli.serve import command as serve
 from mindie_mm.lockdown import support
 from tests import warm
 from tests.cli.shell import BIN, TIMEOUT_S, run_warm
-from tools.demo import picture
+from tools.demo import draw_shape
 
 SUBJECTS = (
     *(
@@ -78,15 +78,15 @@ def test_doctor_reports_the_status_of_every_subject(random_checkpoint, tmp_path)
     assert "--shm-size" in problems["shared memory"]
 
 
-def test_ask_answers_about_a_picture(random_checkpoint, tmp_path):
-    picture = tmp_path / "picture.png"
-    Image.fromarray(np.full((60, 60, 3), 200, np.uint8)).save(picture)
-    asked = ("ask", "What?", "--image", picture, "--model", random_checkpoint, "--max-tokens", 3, "--device", "cpu:0")
+def test_ask_answers_about_an_image(random_checkpoint, tmp_path):
+    image = tmp_path / "image.png"
+    Image.fromarray(np.full((60, 60, 3), 200, np.uint8)).save(image)
+    asked = ("ask", "What?", "--image", image, "--model", random_checkpoint, "--max-tokens", 3, "--device", "cpu:0")
     answer = json.loads(run_warm(*asked, "--json"))
     assert answer["finish_reason"] in ("length", "stop")
     assert answer["timings"]["tower_s"] > 0
-    assert list(tmp_path.iterdir()) == [picture]
-    tag = f'<img src="data:image/png;base64,{base64.b64encode(picture.read_bytes()).decode()}">What?'
+    assert list(tmp_path.iterdir()) == [image]
+    tag = f'<img src="data:image/png;base64,{base64.b64encode(image.read_bytes()).decode()}">What?'
     same = json.loads(run_warm(*asked[:1], tag, *asked[4:], "--webui-images", "--json"))
     assert same["token_ids"] == answer["token_ids"]
 
@@ -155,7 +155,7 @@ def test_ask_logs_only_warnings_by_default(random_checkpoint):
 
 def test_ask_reads_standard_input(tmp_path):
     file = tmp_path / "red.png"
-    picture("red", (220, 40, 40), "square", x=0.35).save(file)
+    draw_shape("red", (220, 40, 40), "square", x=0.35).save(file)
     with file.open("rb") as given, (tmp_path / "out").open("w+") as out, (tmp_path / "errors").open("w+") as errors:
         command = [str(BIN), "ask", "What color is it?", "--image", "-"]
         assert warm.Popen(command, stdin=given.fileno(), stdout=out, stderr=errors).wait(TIMEOUT_S) == 0
@@ -249,9 +249,9 @@ def test_a_family_can_be_chosen_by_name(random_checkpoint, tmp_path):
 
 @pytest.mark.slow
 def test_tower_and_projector_have_their_own_precision_and_device(random_checkpoint, tmp_path):
-    picture = tmp_path / "picture.png"
-    Image.fromarray(np.full((60, 60, 3), 200, np.uint8)).save(picture)
-    asked = ("ask", "What?", "--image", picture, "--model", random_checkpoint, "--max-tokens", 2)
+    image = tmp_path / "image.png"
+    Image.fromarray(np.full((60, 60, 3), 200, np.uint8)).save(image)
+    asked = ("ask", "What?", "--image", image, "--model", random_checkpoint, "--max-tokens", 2)
     run_warm(*asked, MINDIE_MM_VISION_BITS="16", MINDIE_MM_PROJECTOR_BITS="32", MINDIE_MM_PROJECTOR_DEVICE="cpu:0")
     assert "vision_bits is 8; it must be 16 or 32" in run_warm(*asked, status=2, MINDIE_MM_VISION_BITS="8")
     assert "device is 'tpu'" in run_warm("serve", random_checkpoint, "--port", 0, "--vision-device", "tpu", status=2)

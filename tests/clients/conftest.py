@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.warm import running_service
-from tools.demo import picture, write_sound
+from tools.demo import draw_shape, write_sound
 from tools.serving import RunningService
 
 
@@ -26,7 +26,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService
 def media(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with an image, a PDF and a sound."""
     folder = tmp_path_factory.mktemp("media")
-    red_square = picture("red", (220, 40, 40), "square", x=0.4)
+    red_square = draw_shape("red", (220, 40, 40), "square", x=0.4)
     red_square.save(folder / "red_square.png")
     red_square.save(folder / "red_square.pdf")
     beeps = [(0.1 + 0.35 * number, 0.13) for number in range(3)]

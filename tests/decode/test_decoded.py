@@ -118,7 +118,7 @@ def _opened(data: bytes) -> Image.Image:
     ],
     ids=["path", "file URL", "bytes", "data URL", "base64", "PIL", "array", "view of an array"],
 )
-def test_a_picture_gives_the_same_prompt_in_every_form(pair: Pair, tmp_path: Path, form: Any) -> None:
+def test_an_image_gives_the_same_prompt_in_every_form(pair: Pair, tmp_path: Path, form: Any) -> None:
     pair.assert_same({"image": form(encoded(CAT), tmp_path)})
 
 
@@ -141,7 +141,7 @@ def test_items_of_many_kinds_keep_their_order(pair: Pair, tmp_path: Path) -> Non
     pair.assert_same({"image": encoded(CAT)}, video, {"text": "or"}, {"image": COFFEE, "max_pixels": 5000})
 
 
-def test_embeddings_can_stand_beside_pictures(pair: Pair) -> None:
+def test_embeddings_can_stand_beside_images(pair: Pair) -> None:
     width = pair.alone.prompts._processor.feature_width
     embeddings = Embeddings(np.ones((4, width), np.float32), (1, 4, 4))
     pair.assert_same({"image": encoded(CAT)}, {"image": embeddings})

@@ -59,7 +59,7 @@ async def test_pages_of_one_pdf_have_different_digests(bench: Bench) -> None:
     assert [one.num_pages for one in plans] == [2, 2]
 
 
-def test_a_page_shows_its_picture_and_its_text() -> None:
+def test_a_page_shows_its_image_and_its_text() -> None:
     shown = PdfPage.open(two_pages(), 0).decode().astype(int)
     photo = np.asarray(photograph("chelsea.png", (150, 120)).convert("RGB")).astype(int)
     assert shown.shape == photo.shape

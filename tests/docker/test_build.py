@@ -19,7 +19,7 @@ from tests.docker.dockerfile import DEVICES, ROOT, last_stage, of, read
 from tests.docker.image import Image, base, build, free_port, machine_of_pip, ready, stop, why_not
 from tests.docker.settings import nbytes
 from tests.docker.test_compose import FOUND, plain
-from tools.demo import data_url, picture
+from tools.demo import data_url, draw_shape
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 
@@ -135,7 +135,7 @@ def test_the_service_runs_as_process_1_without_privileges(device: str, image: Im
     service, log = FOUND["services"][device], tmp_path / "log"
     env = AT_RUN[device] | {"MINDIE_MM_HOST": "127.0.0.1", "MINDIE_MM_PORT": str(free_port())}
     assert not image.healthy(env)
-    red = data_url(picture("red", (220, 40, 40), "square", x=0.4))
+    red = data_url(draw_shape("red", (220, 40, 40), "square", x=0.4))
     parts = {"type": "image_url", "image_url": {"url": red}}, {"type": "text", "text": "What is in the image?"}
     with image.run(log, env, shm_bytes=nbytes(plain(service["shm_size"])), tmp_bytes=2**30) as process:
         with httpx2.Client(base_url=ready(process, log), timeout=120) as http:

@@ -19,13 +19,13 @@ from mindie_mm.structured.grammar import Grammars
 from mindie_mm.structured.outputs import StructuredOutputs
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.text.detokenizer import load_tokenizer
-from tests.models.contract import picture
+from tests.models.contract import noise
 
 QUESTION = {"text": "What is in the image? Describe this picture."}
 PROMPTS = [
     [{"text": "Hello there"}],
-    [{"image": picture(60, 90)}, QUESTION],
-    [{"image": picture(60, 90)}, QUESTION, {"text": "And what is to the left of it?"}],
+    [{"image": noise(60, 90)}, QUESTION],
+    [{"image": noise(60, 90)}, QUESTION, {"text": "And what is to the left of it?"}],
     [{"text": "Hello there, what is a red square? And what is a blue one?"}],
 ]
 KINDS = [

@@ -21,12 +21,12 @@ from mindie_mm.settings.config import EngineConfig, WorkerConfig
 from tests.models.references import Reference
 from tests.models.test_qwen2_5_omni import make_reference
 from tests.sound_samples import tone
-from tools.demo import picture
+from tools.demo import draw_shape
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "mindie_mm/assets/tiny"
 ENDS = (777, 779)
-RED = np.array(picture("red", (220, 40, 40), "circle", x=0.4))
+RED = np.array(draw_shape("red", (220, 40, 40), "circle", x=0.4))
 PROMPTS: dict[str, list[dict[str, Any]]] = {
     "text": [{"text": "Hello"}],
     "media": [{"image": RED}, {"text": "What is in the image?"}, {"audio": tone(0.4)}, {"text": "And here?"}],
@@ -141,7 +141,7 @@ def test_settings_out_of_range_are_named(llm: LLM, settings: dict[str, Any], nam
 
 def test_a_prompt_that_fails_is_reported_after_the_others(llm: LLM) -> None:
     with pytest.raises(MediaError):
-        llm.beam_search(["Hello", [{"image": b"no picture"}]], BeamSearchParams(2, 2))
+        llm.beam_search(["Hello", [{"image": b"no image"}]], BeamSearchParams(2, 2))
     with pytest.raises(ContextLengthExceeded):
         llm.beam_search(["Hello"], BeamSearchParams(2, 10**6))
     with pytest.raises(InputError, match="list"):

@@ -22,7 +22,7 @@ from mindie_mm.structured.grammar import Grammars
 from mindie_mm.structured.outputs import StructuredOutputs
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.text.detokenizer import load_tokenizer
-from tests.models.contract import picture
+from tests.models.contract import noise
 
 PROMPT = np.arange(10, 60, dtype=np.int64)
 LENGTH = 40
@@ -121,7 +121,7 @@ def test_an_output_about_media_continues_only_with_the_same_media(engine: Engine
     with Tokenizer.from_pretrained() as tokenizer:
 
         def ids(seed: int, text: str = "What is in the image?") -> np.ndarray[Any, Any]:
-            items = [{"image": Image.fromarray(picture(60, 90, seed))}, {"text": text}]
+            items = [{"image": Image.fromarray(noise(60, 90, seed))}, {"text": text}]
             return tokenizer.tokenize(items, tmp_path / "path").numpy()
 
         steps = run(engine, ids(1), params)

@@ -18,12 +18,12 @@ from mindie_mm.models import load_model
 from mindie_mm.settings.config import EngineConfig
 from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
-from tests.models.contract import clip, picture, run
+from tests.models.contract import clip, noise, run
 from tests.recording import record
 
 PROMPTS = [
     [{"text": "Hello there"}],
-    [{"image": picture(60, 90)}, {"text": "What is in the image? Describe this picture."}],
+    [{"image": noise(60, 90)}, {"text": "What is in the image? Describe this picture."}],
     [{"video": clip(4, 56, 84)}, {"text": "What moves?"}],
 ]
 

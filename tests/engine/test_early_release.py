@@ -20,13 +20,13 @@ from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.requests import request_of_items
 from mindie_mm.worker.async_engine import AsyncEngine
 from mindie_mm.worker.worker import Worker
-from tests.models.contract import picture
+from tests.models.contract import noise
 from tests.removed_arenas import removed_arenas
 
 pytestmark = pytest.mark.usefixtures("copied_workers")
 
 QUESTION = {"text": "What is in the image? Describe this picture."}
-PROMPTS = [[{"image": picture(60, 90, seed)}, {"image": picture(90, 60, seed)}, QUESTION] for seed in (1, 2)]
+PROMPTS = [[{"image": noise(60, 90, seed)}, {"image": noise(90, 60, seed)}, QUESTION] for seed in (1, 2)]
 BLOCKS = 18
 PARAMS = SamplingParams(temperature=0.8, seed=3, max_tokens=40, ignore_eos=True)
 
@@ -197,7 +197,7 @@ async def test_the_library_also_frees_blocks_early(random_checkpoint, device, tm
     monkeypatch.setenv("MINDIE_MM_SPOOL", str(tmp_path / "spool"))
     engine = EngineConfig(device=device, max_model_len=300)
     config = WorkerConfig(model=random_checkpoint, arena_bytes=2**20, engine=engine)
-    request = request_of_items([{"image": Image.fromarray(picture(60, 90))}, QUESTION])
+    request = request_of_items([{"image": Image.fromarray(noise(60, 90))}, QUESTION])
     async with await Worker.start(config, in_process=True) as worker:
         async with aclosing(worker.answer(request, SamplingParams(ignore_eos=True, max_tokens=200), "a")) as deltas:
             assert (await anext(deltas)).finish_reason is None

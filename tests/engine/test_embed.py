@@ -21,7 +21,7 @@ from mindie_mm.errors import ContextLengthExceeded, InputError, UnsupportedCheck
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.sentence_transformers import SentenceModules
 from tests.models import test_qwen3_vl as qwen3_vl
-from tests.models.contract import picture
+from tests.models.contract import noise
 from tests.transformers_reference import AutoTokenizer
 
 pytestmark = pytest.mark.usefixtures("copied_workers")
@@ -135,7 +135,7 @@ def test_texts_become_turns_with_the_default_instruction(last: LLM, reference: q
 
 
 def test_an_image_is_embedded_with_its_text(last: LLM, reference: qwen3_vl.Reference, plain: Path) -> None:
-    image = Image.fromarray(picture(90, 140))
+    image = Image.fromarray(noise(90, 140))
     (found,) = last.embed([[{"image": image}, {"text": "What is it?"}]], PoolingParams(prompt_name="other"))
     chat = turn("What is it?", "Find another.", image=True)
     text = AutoTokenizer.from_pretrained(plain).apply_chat_template(chat, tokenize=False, add_generation_prompt=True)

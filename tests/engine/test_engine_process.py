@@ -27,7 +27,7 @@ from mindie_mm.shm import arenas_of, free, release
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.worker.async_engine import AsyncEngine
 from tests.engine.conftest import STEP_TIMEOUT_S
-from tests.models.contract import picture
+from tests.models.contract import noise
 from tests.removed_arenas import removed_arenas
 
 PROMPT = np.arange(10, 40, dtype=np.int64)
@@ -81,8 +81,8 @@ async def test_without_max_tokens_the_answer_fills_the_context(engine):
 async def test_a_seed_gives_the_same_tokens_in_any_batch(engine):
     params = SamplingParams(temperature=1.5, seed=7, max_tokens=12, ignore_eos=True)
     alone = await tokens(engine, "seed", PROMPT, params)
-    noise = [tokens(engine, f"noise-{i}", PROMPT[i:], SamplingParams(max_tokens=9)) for i in range(5)]
-    among, *_ = await asyncio.gather(tokens(engine, "again", PROMPT, params), *noise)
+    others = [tokens(engine, f"noise-{i}", PROMPT[i:], SamplingParams(max_tokens=9)) for i in range(5)]
+    among, *_ = await asyncio.gather(tokens(engine, "again", PROMPT, params), *others)
     assert among == alone
 
 
@@ -132,16 +132,16 @@ async def test_an_invalid_request_does_not_affect_other_requests(engine, ids, pa
     assert len(await neighbour) == 16
 
 
-@pytest.mark.parametrize("lost", [0, 1], ids=["answered", "failed over its second picture"])
+@pytest.mark.parametrize("lost", [0, 1], ids=["answered", "failed over its second image"])
 async def test_an_idle_engine_unmaps_a_removed_arena(engine, random_checkpoint, tmp_path, lost):
     """While the arena is mapped, /dev/shm may have no room for the next tokenizer's arena."""
     with Tokenizer.from_pretrained(random_checkpoint) as tokenizer:
-        ids = tokenizer.tokenize([{"image": picture(60, 90)}, {"image": picture(90, 60)}], tmp_path / "path").numpy()
+        ids = tokenizer.tokenize([{"image": noise(60, 90)}, {"image": noise(90, 60)}], tmp_path / "path").numpy()
         (arena,) = arenas_of([os.getpid()])
         for block in arena.blocks[:lost]:
             free(arena.ref(block))
         with pytest.raises(StaleReference) if lost else nullcontext():
-            await tokens(engine, "pictures", ids)
+            await tokens(engine, "images", ids)
         release(tmp_path / "path")
     assert removed_arenas([engine.pid]) == set()
     assert len(await tokens(engine, "next")) == 16
@@ -149,7 +149,7 @@ async def test_an_idle_engine_unmaps_a_removed_arena(engine, random_checkpoint, 
 
 async def test_a_running_request_ends_normally_when_its_arena_is_removed(engine, random_checkpoint, tmp_path):
     with Tokenizer.from_pretrained(random_checkpoint) as tokenizer:
-        ids = tokenizer.tokenize([{"image": picture(60, 90)}], tmp_path / "path").numpy()
+        ids = tokenizer.tokenize([{"image": noise(60, 90)}], tmp_path / "path").numpy()
         stream = engine.generate("runs", ids, SamplingParams(temperature=0, max_tokens=150, ignore_eos=True))
         await anext(stream)
         release(tmp_path / "path")

@@ -51,12 +51,12 @@ def llm(random_checkpoint):
 
 
 @pytest.fixture(scope="module")
-def picture():
+def image():
     return Image.fromarray(np.random.default_rng(0).integers(0, 256, (60, 90, 3), dtype=np.uint8))
 
 
-def test_inputs_run_in_one_batch_and_the_outputs_keep_their_order(llm, picture):
-    inputs = [[{"image": picture}, {"text": "What?"}], "Hello", [{"text": "a"}, {"image": picture}, {"image": picture}]]
+def test_inputs_run_in_one_batch_and_the_outputs_keep_their_order(llm, image):
+    inputs = [[{"image": image}, {"text": "What?"}], "Hello", [{"text": "a"}, {"image": image}, {"image": image}]]
     together = llm.generate(inputs, GREEDY)
     alone = [llm.generate([one], GREEDY)[0] for one in inputs]
     assert [output.token_ids for output in together] == [output.token_ids for output in alone]
@@ -80,19 +80,19 @@ def test_control_tokens_of_a_raw_prompt_are_parsed(llm):
         llm.generate([raw], params, parse_special=True)
 
 
-def test_the_picture_changes_the_answer(llm, picture):
-    black = Image.new("RGB", picture.size)
-    (one,), (other,) = (llm.generate([[{"image": image}, {"text": "What?"}]], GREEDY) for image in (picture, black))
+def test_the_image_changes_the_answer(llm, image):
+    black = Image.new("RGB", image.size)
+    (one,), (other,) = (llm.generate([[{"image": given}, {"text": "What?"}]], GREEDY) for given in (image, black))
     assert one.token_ids != other.token_ids
 
 
-def test_an_array_in_any_form_is_the_picture(llm, picture):
+def test_an_array_in_any_form_is_the_image(llm, image):
     """Numbers of numpy are numbers, too."""
     params = SamplingParams(temperature=np.float32(0), max_tokens=np.int64(6), ignore_eos=np.bool_(True))
-    rgb, file = np.asarray(picture), io.BytesIO()
-    picture.save(file, "PNG")
+    rgb, file = np.asarray(image), io.BytesIO()
+    image.save(file, "PNG")
     forms = [
-        picture,
+        image,
         rgb,
         rgb.transpose(2, 0, 1),
         rgb / 255,
@@ -106,14 +106,14 @@ def test_an_array_in_any_form_is_the_picture(llm, picture):
         llm.generate([[{"image": rgb.astype(np.float32)}, {"text": "What is it?"}]], params)
 
 
-def test_encoded_items_take_the_place_of_the_items(llm, picture):
-    other, question = picture.resize((40, 60)), {"text": "What?"}
-    items = [{"image": picture}, question, {"image": other}, {"image": Embeddings(np.zeros((4, 64), "f2"), (1, 4, 4))}]
+def test_encoded_items_take_the_place_of_the_items(llm, image):
+    other, question = image.resize((40, 60)), {"text": "What?"}
+    items = [{"image": image}, question, {"image": other}, {"image": Embeddings(np.zeros((4, 64), "f2"), (1, 4, 4))}]
     first, second, given = features = llm.encode(items)
     assert llm.encode([question]) == llm.encode([]) == []
     assert (given.array.shape, given.array.any(), given.grid) == ((4, 64), False, (1, 4, 4))
     assert not any(block for arena in arenas_of([os.getpid()]) for block in arena.blocks), "blocks are left"
-    (expected,) = llm.generate([[{"image": picture}, question, {"image": other}]], LOGPROBS)
+    (expected,) = llm.generate([[{"image": image}, question, {"image": other}]], LOGPROBS)
     batch = [torch.from_numpy(one.array).unsqueeze(0) for one in features[:2]]
     thw = torch.tensor([first.grid, second.grid])
     inputs = [
@@ -123,7 +123,7 @@ def test_encoded_items_take_the_place_of_the_items(llm, picture):
     ]
     for output in llm.generate(inputs, LOGPROBS):
         assert_same(output, expected)
-    (expected,) = llm.generate([[{"image": picture}, {"image": other}, question]], LOGPROBS)
+    (expected,) = llm.generate([[{"image": image}, {"image": other}, question]], LOGPROBS)
     inputs = [[{"image_embeds": features[:2]}, question], [{"image_embeds": batch, "image_grid_thw": thw}, question]]
     for output in llm.generate(inputs, LOGPROBS):
         assert_same(output, expected)
@@ -174,8 +174,8 @@ def test_an_input_with_too_many_items_is_refused_before_any_is_decoded(llm):
         llm.chat([{"role": "user", "content": [{"video": b"not a video"}]}] * 2, GREEDY)
 
 
-def test_texts_may_have_pictures_as_in_text_generation_webui(llm, picture):
-    url = data_url(picture)
+def test_texts_may_have_images_as_in_text_generation_webui(llm, image):
+    url = data_url(image)
     text = f'<img src="{url}">What?'
     items = [{"image": url}, {"text": "What?"}]
     expected, found = llm.generate([items], GREEDY), llm.generate([text], GREEDY, webui=True)
@@ -288,9 +288,9 @@ def test_a_chat_returns_logprobs(llm):
     assert len(output.logprobs) == len(output.token_ids)
 
 
-def test_a_list_of_conversations_gets_a_list_of_outputs(llm, picture):
+def test_a_list_of_conversations_gets_a_list_of_outputs(llm, image):
     one = [{"role": "user", "content": "Hello"}]
-    other = [{"role": "user", "content": [{"image": picture}, {"text": "What?"}]}]
+    other = [{"role": "user", "content": [{"image": image}, {"text": "What?"}]}]
     bad = [{"role": "user", "content": [{"image": "/no/such/file.png"}]}]
     outputs = llm.chat([one, bad, tuple(other)], GREEDY, on_error="return")
     assert [type(output.error) for output in outputs] == [type(None), MediaError, type(None)]
@@ -302,8 +302,8 @@ def test_a_list_of_conversations_gets_a_list_of_outputs(llm, picture):
         llm.chat([], GREEDY)
 
 
-def test_a_prompt_that_is_too_long_is_refused_or_optionally_truncated(random_checkpoint, picture):
-    long = [[{"text": "old words " * 300}, {"image": picture}, {"text": "What?"}]]
+def test_a_prompt_that_is_too_long_is_refused_or_optionally_truncated(random_checkpoint, image):
+    long = [[{"text": "old words " * 300}, {"image": image}, {"text": "What?"}]]
     engine = EngineConfig(max_model_len=128)
     with LLM(config=WorkerConfig(model=random_checkpoint, engine=engine)) as llm:
         with pytest.raises(ContextLengthExceeded, match="122"):
@@ -311,7 +311,7 @@ def test_a_prompt_that_is_too_long_is_refused_or_optionally_truncated(random_che
         with pytest.raises(ContextLengthExceeded, match="200"):
             llm.generate(["Hello"], SamplingParams(max_tokens=200))
         with pytest.raises(ContextLengthExceeded, match="tokens; the limit is 128"):
-            llm.encode([{"image": picture}] * 50)
+            llm.encode([{"image": image}] * 50)
     with LLM(config=WorkerConfig(model=random_checkpoint, engine=engine, truncate=True)) as llm:
         assert len(llm.generate(long, GREEDY)[0].token_ids) == 6
 
@@ -346,21 +346,21 @@ def remove_arenas_but(others):
             Path(arena.file).unlink()
 
 
-def test_relative_paths_are_resolved_at_the_call(llm, picture, tmp_path, monkeypatch):
+def test_relative_paths_are_resolved_at_the_call(llm, image, tmp_path, monkeypatch):
     own = llm._answer
 
     async def answer(request, params):
         os.chdir("/")
         return await own(request, params)
 
-    picture.save(tmp_path / "a.png")
+    image.save(tmp_path / "a.png")
     monkeypatch.setattr(llm, "_answer", answer)
     monkeypatch.chdir(tmp_path)
     (named,) = llm.generate([[{"image": "a.png"}, {"text": "What?"}]], GREEDY)
     monkeypatch.chdir(tmp_path)
     parts = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "What?"}]
     chat = llm.chat([{"role": "user", "content": parts}], GREEDY)
-    (given,) = llm.generate([[{"image": picture}, {"text": "What?"}]], GREEDY)
+    (given,) = llm.generate([[{"image": image}, {"text": "What?"}]], GREEDY)
     assert named.token_ids == chat.token_ids == given.token_ids
     constrained = SamplingParams(max_tokens=20, json_schema='{"type": "boolean"}')
     assert llm.generate(["Yes?"], constrained)[0].text in ("true", "false")
@@ -380,25 +380,25 @@ def test_a_structured_output_may_begin_after_the_reasoning(llm):
     assert llm.generate(["Hello"], GREEDY)[0].text != found[0].text
 
 
-def test_an_engine_that_dies_between_two_calls_is_restarted(llm, picture):
-    inputs = [[{"image": picture}, {"text": "What?"}]]
+def test_an_engine_that_dies_between_two_calls_is_restarted(llm, image):
+    inputs = [[{"image": image}, {"text": "What?"}]]
     (before,) = llm.generate(inputs, GREEDY)
     os.kill(llm._worker.engine.pid, signal.SIGKILL)
-    (features,) = llm.encode([{"image": picture}])
+    (features,) = llm.encode([{"image": image}])
     (after, embedded) = llm.generate([*inputs, [{"image_embeds": features}, {"text": "What?"}]], GREEDY)
     assert after.token_ids == embedded.token_ids == before.token_ids
 
 
-def test_a_tuple_works_like_a_list(llm, picture):
-    inputs = [[{"image": picture}, {"text": "What?"}], "Hello"]
+def test_a_tuple_works_like_a_list(llm, image):
+    inputs = [[{"image": image}, {"text": "What?"}], "Hello"]
     listed, tuples = (llm.generate(given, GREEDY) for given in (inputs, (tuple(inputs[0]), inputs[1])))
     assert [output.token_ids for output in tuples] == [output.token_ids for output in listed]
     (stopped,) = llm.generate(("Hello",), msgspec.structs.replace(GREEDY, stop=listed[1].text[:1]))
     assert (stopped.text, stopped.stop_reason) == ("", listed[1].text[:1])
 
 
-def test_a_single_input_need_not_be_in_a_list(llm, picture):
-    items = [{"image": picture}, {"text": "What?"}]
+def test_a_single_input_need_not_be_in_a_list(llm, image):
+    items = [{"image": image}, {"text": "What?"}]
     listed = llm.generate(["Hello", items, [5, 6, 7]], GREEDY)
     singles = [llm.generate(one, GREEDY) for one in ("Hello", items, [5, 6, 7])]
     arrays = [llm.generate(one, GREEDY) for one in (np.array([5, 6, 7]), torch.tensor([5, 6, 7]))]

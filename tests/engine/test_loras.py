@@ -31,7 +31,7 @@ from mindie_mm.worker.content import contents_of
 from mindie_mm.worker.deltas import Answer
 from mindie_mm.worker.worker import Worker
 from tests.lora_samples import assert_close, linear_names, merge, scored, write_adapter
-from tests.models.contract import picture
+from tests.models.contract import noise
 
 pytestmark = pytest.mark.usefixtures("copied_workers")
 
@@ -87,8 +87,8 @@ def test_the_adapter_of_the_parameters_or_of_the_call_applies(name, llm, expecte
     assert streamed == beams.sequences[0].tokens == expected[name]
 
 
-def test_a_picture_is_encoded_once_for_each_adapter_of_the_tower(llm):
-    prompt = [{"image": Image.fromarray(picture(60, 90))}, {"text": "What?"}]
+def test_an_image_is_encoded_once_for_each_adapter_of_the_tower(llm):
+    prompt = [{"image": Image.fromarray(noise(60, 90))}, {"text": "What?"}]
     names = [None, "everything", "text 1", "text 2"]
     alone = [llm.generate([prompt], GREEDY, lora=name)[0].token_ids for name in names]
     together = llm.generate([prompt] * 8, GREEDY, lora=names * 2)

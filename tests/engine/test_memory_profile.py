@@ -31,7 +31,7 @@ from mindie_mm.shm.owner.arena import Arena
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.worker.async_engine import AsyncEngine
 from mindie_mm.worker.llm import LLM
-from tests.models.contract import picture
+from tests.models.contract import noise
 from tools.random_checkpoint import write_checkpoint
 
 
@@ -73,7 +73,7 @@ class WeightlessRecording(Weightless):
 
 
 @pytest.fixture(scope="module")
-def small_pictures(tmp_path_factory):
+def small_images(tmp_path_factory):
     """Return a checkpoint like `random_checkpoint`, but with a limit of 12,544 pixels per image."""
     return write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "small", "tiny", max_pixels=12_544)
 
@@ -95,16 +95,16 @@ def room(path, kinds=("image",), device=None, num_engines=1, **settings):
 
 
 @pytest.mark.slow
-def test_a_larger_worst_case_needs_more_memory(random_checkpoint, small_pictures):
-    small, large = step(small_pictures).num_bytes, step(random_checkpoint).num_bytes
+def test_a_larger_worst_case_needs_more_memory(random_checkpoint, small_images):
+    small, large = step(small_images).num_bytes, step(random_checkpoint).num_bytes
     assert large > small + 2 * MiB
-    assert step(small_pictures).num_bytes == small, "computed figures do not depend on what other programs do"
-    assert step(small_pictures, max_tower_tokens=1024).num_bytes > small + 4 * MiB, (
+    assert step(small_images).num_bytes == small, "computed figures do not depend on what other programs do"
+    assert step(small_images, max_tower_tokens=1024).num_bytes > small + 4 * MiB, (
         "a call of the tower with several items needs more memory"
     )
-    none = step(small_pictures, kinds=()).num_bytes
+    none = step(small_images, kinds=()).num_bytes
     assert none < small, "without media, no memory is needed for the tower"
-    assert step(small_pictures, (), max_num_batched_tokens=2048, max_model_len=4096).num_bytes > none + 4 * MiB, (
+    assert step(small_images, (), max_num_batched_tokens=2048, max_model_len=4096).num_bytes > none + 4 * MiB, (
         "a longer step needs more memory"
     )
 
@@ -168,53 +168,53 @@ def test_a_large_item_is_computed_by_pieces_as_if_whole(random_checkpoint, monke
     assert pieces.num_bytes == pytest.approx(whole.num_bytes, rel=0.05)
 
 
-def test_memory_that_only_a_real_step_shows_counts(small_pictures, caplog):
+def test_memory_that_only_a_real_step_shows_counts(small_images, caplog):
     class Growing(Weightless):
         def grown_bytes(self, work):
             return 100 * MiB
 
-    assert step(small_pictures, device=Growing()).num_bytes == 100 * MiB
+    assert step(small_images, device=Growing()).num_bytes == 100 * MiB
     assert "a step of 16 tokens took 100 MiB, which is more than computed" in caplog.text
 
 
-def test_the_memory_share_and_the_caches_limit_the_size(small_pictures):
+def test_the_memory_share_and_the_caches_limit_the_size(small_images):
     share = {"memory_share": 0.5}
-    assert room(small_pictures, **share) == pytest.approx((2 * GiB - 256 * MiB) / 2), (
+    assert room(small_images, **share) == pytest.approx((2 * GiB - 256 * MiB) / 2), (
         "half is reserved for copies of keys and values in a decode step"
     )
-    assert room(small_pictures, memory_share=1.0) == pytest.approx((4 * GiB - 256 * MiB) / 2)
-    assert room(small_pictures, **share, encoder_cache_bytes=0) == pytest.approx(GiB)
+    assert room(small_images, memory_share=1.0) == pytest.approx((4 * GiB - 256 * MiB) / 2)
+    assert room(small_images, **share, encoder_cache_bytes=0) == pytest.approx(GiB)
     config = EngineConfig(max_num_seqs=2, max_model_len=512)
-    spec = load_model(small_pictures, device="cpu").spec
+    spec = load_model(small_images, device="cpu").spec
     most = useful_blocks(spec, config) * block_size(spec, config) * spec.kv_token_bytes
-    assert room(small_pictures, max_num_seqs=2) == most == 2 * 512 * spec.kv_token_bytes
+    assert room(small_images, max_num_seqs=2) == most == 2 * 512 * spec.kv_token_bytes
 
 
-def test_a_default_share_that_is_too_small_does_not_prevent_the_start(small_pictures, caplog):
+def test_a_default_share_that_is_too_small_does_not_prevent_the_start(small_images, caplog):
     """Half of the memory is less than the encoder cache, but all of it suffices for one request."""
-    spec = load_model(small_pictures, device="cpu").spec
-    assert room(small_pictures, device=Weightless(300 * MiB)) == 512 * spec.kv_token_bytes
+    spec = load_model(small_images, device="cpu").spec
+    assert room(small_images, device=Weightless(300 * MiB)) == 512 * spec.kv_token_bytes
     assert "memory_share 0.5 leaves too little for one request of full length" in caplog.text
     with pytest.raises(DeviceError, match="no memory is left"):
-        room(small_pictures, device=Weightless(300 * MiB), memory_share=0.5)
+        room(small_images, device=Weightless(300 * MiB), memory_share=0.5)
 
 
-def test_an_explicit_size_is_used_and_the_worst_case_must_still_fit(small_pictures):
+def test_an_explicit_size_is_used_and_the_worst_case_must_still_fit(small_images):
     device = Sized()
-    assert room(small_pictures, device=device, kv_cache_bytes=5 * MiB) == 5 * MiB
+    assert room(small_images, device=device, kv_cache_bytes=5 * MiB) == 5 * MiB
     assert device.computed
     with pytest.raises(DeviceError, match=r"kv_cache_bytes of 4000 MiB does not fit: cpu has 4096 MiB free .* 256 MiB"):
-        room(small_pictures, kv_cache_bytes=4000 * MiB)
+        room(small_images, kv_cache_bytes=4000 * MiB)
 
 
-def test_engines_that_start_together_divide_the_free_memory(small_pictures):
+def test_engines_that_start_together_divide_the_free_memory(small_images):
     settings = {"encoder_cache_bytes": 0}
-    assert room(small_pictures, num_engines=4, **settings) == pytest.approx(GiB / 4)
+    assert room(small_images, num_engines=4, **settings) == pytest.approx(GiB / 4)
     few = r"cpu has 1024 MiB free for each of 4 engines after loading the weights; .*"
     with pytest.raises(DeviceError, match=few + "Lower kv_cache_bytes, or lower replicas"):
-        room(small_pictures, num_engines=4, kv_cache_bytes=1200 * MiB, **settings)
+        room(small_images, num_engines=4, kv_cache_bytes=1200 * MiB, **settings)
     with pytest.raises(DeviceError, match=few + "free memory, or lower replicas, or lower max_"):
-        room(small_pictures, num_engines=4, encoder_cache_bytes=GiB)
+        room(small_images, num_engines=4, encoder_cache_bytes=GiB)
 
 
 FREE = """
@@ -245,18 +245,18 @@ async def test_an_engine_is_restarted_if_the_others_have_taken_their_share(rando
 
 
 @pytest.mark.parametrize("settings", [{}, {"memory_share": 0.5}, {"kv_cache_bytes": 2 * MiB}], ids=str)
-def test_the_encoder_cache_shrinks_before_an_engine_does_not_start(settings, small_pictures, caplog):
+def test_the_encoder_cache_shrinks_before_an_engine_does_not_start(settings, small_images, caplog):
     """Without it, the KV cache has room for at least one request of full length, or for the size that is set."""
     free = 10 * MiB
-    assert encoder_room(small_pictures, GiB, **settings) == 256 * MiB
+    assert encoder_room(small_images, GiB, **settings) == 256 * MiB
     assert not caplog.records
-    smaller = encoder_room(small_pictures, free, **settings)
+    smaller = encoder_room(small_images, free, **settings)
     assert 0 < smaller < free
     assert f"the encoder cache takes {smaller // MiB} MiB instead of the 256 MiB of encoder_cache_bytes" in caplog.text
-    model = load_model(small_pictures, device="cpu")
-    kept = room(small_pictures, device=Weightless(free), encoder_cache_bytes=smaller, **settings)
+    model = load_model(small_images, device="cpu")
+    kept = room(small_images, device=Weightless(free), encoder_cache_bytes=smaller, **settings)
     assert kept == pytest.approx(settings.get("kv_cache_bytes", 512 * model.spec.kv_token_bytes), abs=8)
-    assert encoder_room(small_pictures, 1000, **settings) == 0
+    assert encoder_room(small_images, 1000, **settings) == 0
 
 
 def encoder_room(path, free, **settings):
@@ -304,21 +304,21 @@ def test_the_library_refuses_a_context_that_exceeds_the_cache(random_checkpoint)
         LLM(random_checkpoint, WorkerConfig(engine=engine))
 
 
-def test_the_log_states_free_memory_and_the_size_of_the_cache(small_pictures, caplog):
+def test_the_log_states_free_memory_and_the_size_of_the_cache(small_images, caplog):
     caplog.set_level("INFO")
-    room(small_pictures, kv_cache_bytes=5 * MiB)
+    room(small_images, kv_cache_bytes=5 * MiB)
     assert "cpu has 4096 MiB free after loading the weights" in caplog.text
     assert "the KV cache takes 5 MiB (kv_cache_bytes)" in caplog.text
     caplog.clear()
-    room(small_pictures, max_num_seqs=1)
+    room(small_images, max_num_seqs=1)
     assert "cpu has 4096 MiB free after loading the weights" in caplog.text
     assert "that memory_share 0.5 leaves" in caplog.text
     assert "the largest step takes 0 MiB" in caplog.text
 
 
-def test_the_error_of_too_little_memory_names_the_largest_part_and_its_setting(small_pictures, random_checkpoint):
+def test_the_error_of_too_little_memory_names_the_largest_part_and_its_setting(small_images, random_checkpoint):
     with pytest.raises(DeviceError, match=r"cpu has 200 MiB free .* encoder cache takes 256 MiB; memory_share is 0.5"):
-        room(small_pictures, device=Sized(200 * MiB))
+        room(small_images, device=Sized(200 * MiB))
     towers = {"max_tower_tokens": 10**5, "max_tower_bytes": 2**40, "max_num_seqs": 10**4}
     with pytest.raises(DeviceError, match=r"lower max_tower_tokens, .*: the largest part is the tower on im"):
         room(random_checkpoint, device=Sized(200 * MiB), **towers)
@@ -327,9 +327,9 @@ def test_the_error_of_too_little_memory_names_the_largest_part_and_its_setting(s
         room(random_checkpoint, (), device=Sized(200 * MiB), **tokens)
 
 
-def test_a_successor_keeps_the_memory_of_the_step_and_says_so(small_pictures, caplog):
+def test_a_successor_keeps_the_memory_of_the_step_and_says_so(small_images, caplog):
     caplog.set_level("INFO")
-    model, config = load_model(small_pictures, device="cpu"), EngineConfig(device="cpu", kv_cache_bytes=5 * MiB)
+    model, config = load_model(small_images, device="cpu"), EngineConfig(device="cpu", kv_cache_bytes=5 * MiB)
     kept = Step.kept(700 * MiB)
     assert kept_room(model, kept, config, 4 * GiB) == 5 * MiB
     assert "the largest step takes 700 MiB, as computed when the engine first started" in caplog.text
@@ -378,7 +378,7 @@ async def ask(engine, ids):
 
 
 @pytest.mark.slow
-async def test_a_burst_of_large_pictures_stays_within_the_computed_memory(random_checkpoint, tmp_path):
+async def test_a_burst_of_large_images_stays_within_the_computed_memory(random_checkpoint, tmp_path):
     """The engine's peak of anonymous memory is at most the computed worst case plus the caches."""
     path, kv, encoder, arena_bytes = random_checkpoint, 4 * MiB, 2 * MiB, 16 * MiB
     config = EngineConfig(
@@ -393,7 +393,7 @@ async def test_a_burst_of_large_pictures_stays_within_the_computed_memory(random
     computed = WorstCase(model, processor, CPU(), config).step(("image",)).num_bytes
     path_file = tmp_path / "shm_name.txt"
     with closing(Arena.create(arena_bytes)) as arena, Tokenizer.from_pretrained(path, arena=arena) as tokenizer:
-        prompts = [tokenizer.tokenize([{"image": picture(448, 440, i)}], path_file).numpy() for i in range(12)]
+        prompts = [tokenizer.tokenize([{"image": noise(448, 440, i)}], path_file).numpy() for i in range(12)]
         engine = await AsyncEngine.start(path, config)
         try:
             before = anonymous_bytes(engine.pid)

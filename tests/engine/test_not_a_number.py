@@ -12,7 +12,7 @@ from mindie_mm.processes.ipc import Failure
 from mindie_mm.settings.config import EngineConfig
 from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
-from tests.models.contract import picture, run
+from tests.models.contract import noise, run
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def test_a_prompt_that_failed_is_computed_again(model, prompts):
 
 def test_features_that_may_have_failed_a_request_are_encoded_again(model, random_checkpoint, tmp_path):
     with Tokenizer.from_pretrained(random_checkpoint) as tokenizer:
-        ids = [tokenizer.tokenize([{"image": picture(56, 84)}, {"text": "Look"}], tmp_path / "shm_name.txt")]
+        ids = [tokenizer.tokenize([{"image": noise(56, 84)}, {"text": "Look"}], tmp_path / "shm_name.txt")]
         expected, _ = run(Engine(model, EngineConfig()), ids, max_tokens=3)
         engine = Engine(model, EngineConfig(prefix_caching=False))
         run(engine, ids, max_tokens=1)
@@ -94,7 +94,7 @@ def test_features_that_may_have_failed_a_request_are_encoded_again(model, random
 @pytest.mark.usefixtures("unmapped")
 def test_features_that_cannot_be_encoded_fail_only_their_own_request(model, random_checkpoint, tmp_path):
     with Tokenizer.from_pretrained(random_checkpoint) as tokenizer:
-        ids = tokenizer.tokenize([{"image": picture(56, 84)}], tmp_path / "shm_name.txt")
+        ids = tokenizer.tokenize([{"image": noise(56, 84)}], tmp_path / "shm_name.txt")
         engine = Engine(model, EngineConfig())
         assert engine.add(Add("other", ids.numpy().tobytes(), SamplingParams(max_tokens=2, ignore_eos=True))) is None
         encode = Encode("encode", ids.numpy().tobytes())

@@ -19,13 +19,13 @@ from mindie_mm.nn.model import Model
 from mindie_mm.settings.config import EngineConfig
 from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
-from tests.models.contract import picture, run
+from tests.models.contract import noise, run
 from tests.models.test_qwen2_vl import PROMPTS, Qwen2VLReference
 
 MODES = ("last", "mean", "cls")
 TOLERANCE = 1e-4
 PREFIXED = [
-    {"image": picture(90, 140)},
+    {"image": noise(90, 140)},
     {"text": "A long question about this picture, which many prompts share. What?"},
 ]
 

@@ -20,12 +20,12 @@ from mindie_mm.shm import free, release
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.prompt import PromptOptions
 from mindie_mm.tokenize.requests import request_of_items
-from tests.models.contract import clip, picture, run
+from tests.models.contract import clip, noise, run
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 SMALL = {"kv_block_size": 4}
 QUESTION = {"text": "What is in the image? Describe this picture."}
-RED, BLUE = (picture(60, 90, seed) for seed in (1, 2))
+RED, BLUE = (noise(60, 90, seed) for seed in (1, 2))
 PROMPTS = [
     [{"text": "Hello there, what is a red square?"}],
     [{"image": RED}, QUESTION],
@@ -82,7 +82,7 @@ def assert_all_free(engine):
     assert {block: key for key, block in blocks._blocks.items()} == blocks._keys
 
 
-@pytest.mark.parametrize("items", [PROMPTS[0], PROMPTS[1]], ids=["text", "picture"])
+@pytest.mark.parametrize("items", [PROMPTS[0], PROMPTS[1]], ids=["text", "image"])
 def test_requests_with_different_salts_share_no_blocks(model, tokenizer, path_file, items):
     engine = Engine(model, EngineConfig(**SMALL))
     digests = set()
@@ -141,7 +141,7 @@ def test_a_preempted_request_finds_its_own_blocks_again(model):
     assert_all_free(engine)
 
 
-def test_a_repeated_picture_needs_no_tower_and_no_prefill(model, tokenizer, path_file):
+def test_a_repeated_image_needs_no_tower_and_no_prefill(model, tokenizer, path_file):
     engine = Engine(model, EngineConfig(encoder_cache_bytes=0, **SMALL))
     asked, other = (tokenizer.tokenize([{"image": one}, QUESTION], path_file) for one in (RED, BLUE))
     first, last = ask(engine, asked)
@@ -202,14 +202,14 @@ def test_aborted_and_failed_requests_leave_only_computed_blocks(model, tokenizer
     assert_all_free(engine)
     assert cached(engine, ids) == 16
 
-    (item,) = model.read(tokenizer.tokenize([{"image": picture(60, 90, 3)}], path_file).numpy())
-    bad = tokenizer.tokenize([{"image": picture(60, 90, 3)}, QUESTION], path_file)
+    (item,) = model.read(tokenizer.tokenize([{"image": noise(60, 90, 3)}], path_file).numpy())
+    bad = tokenizer.tokenize([{"image": noise(60, 90, 3)}, QUESTION], path_file)
     engine.add(Add("bad", bad.numpy().tobytes(), GREEDY))
     free(model.read(bad.numpy())[0].ref)
-    tokenizer.tokenize([{"image": picture(30, 40)}], path_file)  # the owner reclaims the freed block
+    tokenizer.tokenize([{"image": noise(30, 40)}], path_file)  # the owner reclaims the freed block
     assert [progress.error.name for progress in engine.step().progress] == ["StaleReference"]
     assert_all_free(engine)
-    good = tokenizer.tokenize([{"image": picture(60, 90, 3)}, QUESTION], path_file)
+    good = tokenizer.tokenize([{"image": noise(60, 90, 3)}, QUESTION], path_file)
     assert cached(engine, good) == 0, "a failed step leaves no cached blocks"
     assert item.digest == model.read(good.numpy())[0].digest
 
@@ -234,7 +234,7 @@ def bmp(rows):
     return out.getvalue()
 
 
-GREY = picture(56, 84)[:, :, 0]
+GREY = noise(56, 84)[:, :, 0]
 TOUCHED = GREY.copy()
 TOUCHED[-1, -1] ^= 1
 RAINBOW = [value for i in range(256) for value in (i, 255 - i, i // 2)]
@@ -245,18 +245,18 @@ PAIRS = {
     "grey and its alpha": (png("L", GREY), png("LA", GREY)),
     "another palette": (png("P", GREY, RAINBOW), png("P", GREY, INVERTED)),
     "the same indices in grey": (png("P", GREY, RAINBOW), png("L", GREY)),
-    "a different picture behind a long equal beginning": (
+    "a different image behind a long equal beginning": (
         png("L", GREY, comment=b"x" * 10_000),
         png("L", TOUCHED, comment=b"x" * 10_000),
     ),
     "decoded, another height of as many bytes": (np.zeros((56, 84, 3), np.uint8), np.zeros((84, 56, 3), np.uint8)),
     "decoded, one pixel": (np.zeros((56, 84, 3), np.uint8), np.eye(56, 84, dtype=np.uint8)[:, :, None].repeat(3, 2)),
-    "a picture and its bytes": (bmp(GREY), np.repeat(GREY[:, :, None], 3, 2)),
+    "an image and its bytes": (bmp(GREY), np.repeat(GREY[:, :, None], 3, 2)),
 }
 
 
 @pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS.keys())
-def test_a_different_picture_is_never_a_hit(pair, model, tokenizer, path_file, tmp_path):
+def test_a_different_image_is_never_a_hit(pair, model, tokenizer, path_file, tmp_path):
     engine = Engine(model, EngineConfig(**SMALL))
     found = []
     for i, one in enumerate(pair):
@@ -267,19 +267,19 @@ def test_a_different_picture_is_never_a_hit(pair, model, tokenizer, path_file, t
         ids = tokenizer.tokenize([{"image": source}, QUESTION], path_file)
         (item,) = model.read(ids.numpy())
         found.append((cached(engine, ids), item.digest))
-        assert cached(engine, ids) == (len(ids) - 1) // 4 * 4, "the same picture is a hit"
+        assert cached(engine, ids) == (len(ids) - 1) // 4 * 4, "the same image is a hit"
     assert [number for number, _ in found] == [0, 0]
     assert found[0][1] != found[1][1]
 
 
-def test_a_picture_with_other_settings_is_never_a_hit(model, tokenizer, path_file):
+def test_an_image_with_other_settings_is_never_a_hit(model, tokenizer, path_file):
     engine = Engine(model, EngineConfig(**SMALL))
     for settings in ({}, {"max_pixels": 56 * 56}):
         ids = tokenizer.tokenize([{"image": RED, **settings}, QUESTION], path_file)
         assert cached(engine, ids) == 0
 
 
-def test_placeholder_ids_without_a_picture_are_never_a_hit(model, tokenizer, path_file):
+def test_placeholder_ids_without_an_image_are_never_a_hit(model, tokenizer, path_file):
     """A client can send a prompt whose ids are ordinary placeholder tokens, without an image."""
     engine = Engine(model, EngineConfig(**SMALL))
     ids = tokenizer.tokenize([{"image": RED}, QUESTION], path_file)
@@ -290,7 +290,7 @@ def test_placeholder_ids_without_a_picture_are_never_a_hit(model, tokenizer, pat
     assert cached(engine, ids) > 0
 
 
-def test_swapped_pictures_are_never_a_hit(model, tokenizer, path_file):
+def test_swapped_images_are_never_a_hit(model, tokenizer, path_file):
     engine = Engine(model, EngineConfig(**SMALL))
     for order in ((RED, BLUE), (BLUE, RED)):
         ids = tokenizer.tokenize([*({"image": one} for one in order), QUESTION], path_file)

@@ -24,7 +24,7 @@ from mindie_mm.structured.outputs import StructuredOutputs
 from mindie_mm.tokenize.requests import TokenizeRequest, request_of_items
 from mindie_mm.worker.deltas import Answer
 from mindie_mm.worker.worker import Worker
-from tests.models.contract import picture
+from tests.models.contract import noise
 
 pytestmark = pytest.mark.usefixtures("copied_workers")
 
@@ -46,7 +46,7 @@ def request(path: Path) -> TokenizeRequest:
 
 @pytest.fixture
 def image(tmp_path: Path) -> Path:
-    Image.fromarray(picture(60, 90)).save(path := tmp_path / "image.png")
+    Image.fromarray(noise(60, 90)).save(path := tmp_path / "image.png")
     return path
 
 
@@ -123,7 +123,7 @@ async def test_a_second_death_ends_the_stream(worker: Worker, image: Path) -> No
 async def test_a_stream_about_a_changed_image_fails(worker: Worker, image: Path) -> None:
     async with aclosing(worker.answer(request(image), DRAWN, "changed")) as deltas:
         await anext(deltas)
-        Image.fromarray(picture(60, 90, 5)).save(image)
+        Image.fromarray(noise(60, 90, 5)).save(image)
         os.kill(worker.engine.engines[0].pid, signal.SIGKILL)
         with pytest.raises(OperationalError, match="have changed since its output began"):
             async for _ in deltas:

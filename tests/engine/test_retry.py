@@ -97,7 +97,7 @@ async def test_a_request_whose_tokenizer_died_is_retried_once():
     with pytest.raises(ProcessDied):
         await tokenized(Script(DIED, DIED), [request])
     with pytest.raises(MediaError):
-        await tokenized(Script(MediaError("no picture")), [request])
+        await tokenized(Script(MediaError("no image")), [request])
     with pytest.raises(ProcessDied):  # the request may be retried only once
         await lost(source)
 

@@ -21,7 +21,7 @@ from mindie_mm.shm.format.item import MediaShape
 BLOCK = 4
 
 
-def picture(start: int, length: int, name: bytes = b"picture") -> MediaItem:
+def image_item(start: int, length: int, name: bytes = b"image") -> MediaItem:
     """Return an image whose features replace [start, start + length). Images with the same name are equal."""
     view = SimpleNamespace(nbytes=100, digest=name, ref=name)
     return MediaItem(np.arange(start, start + length), view, MediaShape("image", 5, length))
@@ -93,7 +93,7 @@ def test_a_step_fills_the_token_budget_and_running_requests_come_first():
     "prompt",
     [
         {"joined": ((30, 50),)},  # no chunk may end within the span, so the first chunk ends before it
-        {"items": (picture(0, 10), picture(30, 90, b"large"))},  # both images together exceed the tower's limit
+        {"items": (image_item(0, 10), image_item(30, 90, b"large"))},  # both images together exceed the tower's limit
     ],
 )
 def test_a_long_prompt_does_not_delay_an_answer_that_began_after_it(prompt):
@@ -138,10 +138,10 @@ def test_a_more_urgent_request_begins_in_place_of_the_latest_less_urgent_one(lim
 
 
 def test_coming_media_are_listed_in_the_order_of_need():
-    pictures = [picture(start, 4, bytes([start])) for start in (0, 10, 20)]
+    images = [image_item(start, 4, bytes([start])) for start in (0, 10, 20)]
     sched = scheduler(
-        request("a", 30, items=pictures),
-        request("b", 9, items=(picture(2, 4, b"b"),)),
+        request("a", 30, items=images),
+        request("b", 9, items=(image_item(2, 4, b"b"),)),
         max_num_batched_tokens=8,
     )
     assert step(sched) == [("a", 0, 8)]
@@ -206,7 +206,7 @@ def test_a_span_beyond_the_budget_is_the_only_prompt_of_its_step():
 
 
 def test_a_chunk_ends_before_media_that_exceed_the_tower_budget():
-    items = (picture(1, 3, b"first"), picture(5, 3, b"second"))
+    items = (image_item(1, 3, b"first"), image_item(5, 3, b"second"))
     sched = scheduler(request("a", 10, items=items), tower_tokens=4)
     assert [step(sched) for _ in range(2)] == [[("a", 0, 5)], [("a", 5, 10)]]
     again = request("b", 10, items=items)
@@ -215,7 +215,7 @@ def test_a_chunk_ends_before_media_that_exceed_the_tower_budget():
 
 
 def test_media_that_exceed_the_tower_budget_wait_for_the_next_step():
-    requests = [request(name, 6, items=(picture(2, 3, name.encode()),)) for name in "ab"]
+    requests = [request(name, 6, items=(image_item(2, 3, name.encode()),)) for name in "ab"]
     sched = scheduler(*requests, tower_tokens=4)
     assert step(sched) == [("a", 0, 6), ("b", 0, 2)]
     assert step(sched) == [("a", 6, 7), ("b", 2, 6)]
@@ -228,7 +228,7 @@ def test_media_and_spans_outside_a_range_are_not_visited():
         def __iter__(self):
             raise AssertionError("walked")
 
-    items = [picture(start, 5, b"%d" % start) for start in range(0, 60, 10)]
+    items = [image_item(start, 5, b"%d" % start) for start in range(0, 60, 10)]
     one = request("a", 60, items=tuple(items), joined=tuple((item.start, item.stop) for item in items))
     spans = one.spans
     one.items, one.spans = Unread(items), Unread(spans)
@@ -239,7 +239,7 @@ def test_media_and_spans_outside_a_range_are_not_visited():
 
 def test_media_may_overlap():
     """In some Molmo checkpoints, the features of every image overwrite the features of the first image."""
-    items = tuple(picture(4, length, b"%d" % length) for length in (5, 9, 2, 7))
+    items = tuple(image_item(4, length, b"%d" % length) for length in (5, 9, 2, 7))
     one = request("a", 20, items=items)
     for start in range(20):
         assert one.items_in(start, start + 1) == [item for item in items if item.start <= start < item.stop]
@@ -341,7 +341,7 @@ def test_an_encoder_decoder_encodes_whole_prompts_while_answers_run():
 
 
 def test_an_encoder_decoder_limits_the_media_of_a_step():
-    first, second = (request(name, 6, items=(picture(1, 3, name.encode()),)) for name in "ab")
+    first, second = (request(name, 6, items=(image_item(1, 3, name.encode()),)) for name in "ab")
     sched = encoder_decoder(first, second)
     assert step(sched) == [("a", 0, 6)]
     assert [item.key for item in sched.coming()] == [b"b"]

@@ -18,7 +18,7 @@ from mindie_mm import LLM
 from mindie_mm.errors import InputError
 from tests.engine.test_embed import FORWARD, MODULES, TRANSFORMER, normalized, states, turn, write_modules
 from tests.models import test_qwen3_vl as qwen3_vl
-from tests.models.contract import picture
+from tests.models.contract import noise
 from tests.transformers_reference import AutoTokenizer
 
 pytestmark = pytest.mark.usefixtures("copied_workers")
@@ -117,7 +117,7 @@ def test_scores_equal_those_of_logit_score(reranker: LLM, reference: qwen3_vl.Re
 
 
 def test_a_document_may_have_an_image(reranker: LLM, reference: qwen3_vl.Reference, plain: Path) -> None:
-    image = Image.fromarray(picture(90, 140))
+    image = Image.fromarray(noise(90, 140))
     (found,) = reranker.score(QUERY, [[{"image": image}, {"text": "a picture"}]])
     expected = logit_score(reference, plain, QUERY, "a picture", INSTRUCTION, [image])
     assert abs(found.score - expected) <= TOLERANCE

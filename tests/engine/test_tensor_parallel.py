@@ -41,7 +41,7 @@ from mindie_mm.worker.async_engine import AsyncEngine
 from tests.engine.conftest import STEP_TIMEOUT_S
 from tests.engine.shared_model import NUM_TOKENS, run_rank, with_adapters
 from tests.lora_samples import assert_close, linear_names, write_adapter
-from tests.models.contract import picture, run
+from tests.models.contract import noise, run
 from tests.removed_arenas import removed_arenas
 
 pytestmark = pytest.mark.timeout(300)  # an engine has three processes, which share the available cores
@@ -52,9 +52,9 @@ ENDLESS = SamplingParams(temperature=0, ignore_eos=True)
 PROMPT = np.arange(10, 40, dtype=np.int64)
 PROMPTS = {
     "text": [{"text": "Describe this picture."}],
-    "one": [{"image": picture(60, 90)}, {"text": "What is in the image?"}],
-    "two": [{"image": picture(60, 90)}, {"image": picture(150, 60)}, {"text": "a circle"}],
-    "three": [{"image": picture(60, 90, seed)} for seed in (1, 2, 3)],
+    "one": [{"image": noise(60, 90)}, {"text": "What is in the image?"}],
+    "two": [{"image": noise(60, 90)}, {"image": noise(150, 60)}, {"text": "a circle"}],
+    "three": [{"image": noise(60, 90, seed)} for seed in (1, 2, 3)],
 }
 
 
@@ -124,7 +124,7 @@ async def test_two_ranks_pool_the_states_of_one_process(engine, model, prompts, 
 async def test_every_rank_unmaps_a_removed_arena(engine, random_checkpoint, tmp_path):
     with Tokenizer.from_pretrained(random_checkpoint) as tokenizer:
         ids = tokenizer.tokenize(PROMPTS["two"], tmp_path / "path").numpy()
-        await tokens(engine, "pictures", ids)
+        await tokens(engine, "images", ids)
         release(tmp_path / "path")
     assert removed_arenas([process.pid for process in everything(engine)]) == set()
 

@@ -23,7 +23,7 @@ from tests.media_samples import moving_frames, photograph
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 IMAGE = np.asarray(photograph("chelsea.png", (150, 120)))
 ITEMS = [{"text": "Look: "}, {"image": IMAGE}, {"video": moving_frames(4)}, {"text": "What is it?"}]
-PICTURE = [{"image": IMAGE}, {"text": "What is it?"}]
+ONE_IMAGE = [{"image": IMAGE}, {"text": "What is it?"}]
 
 pytestmark = pytest.mark.usefixtures("copied_workers")
 
@@ -42,7 +42,7 @@ def tokenizers(random_checkpoint, tmp_path_factory):
         Tokenizer.from_pretrained(random_checkpoint, wire="mindie") as mindie,
     ):
         native.tokenize(
-            PICTURE, tmp_path_factory.mktemp("first") / "shm_name.txt"
+            ONE_IMAGE, tmp_path_factory.mktemp("first") / "shm_name.txt"
         )  # creates the arena, which tests keep
         yield {"native": native, "mindie": mindie}
 
@@ -80,7 +80,7 @@ def test_token_ids_of_both_wires_are_answered_beside_other_prompts(llm, tokenize
 
 def test_no_hostile_words_fail_more_than_their_own_prompt(llm, tokenizers, path_file, blocks):
     pid = llm._worker.engine.pid
-    native, mindie = (tokenizer.tokenize(PICTURE, path_file).numpy() for tokenizer in tokenizers.values())
+    native, mindie = (tokenizer.tokenize(ONE_IMAGE, path_file).numpy() for tokenizer in tokenizers.values())
     (good,) = generate(llm, [native])
     hostile = [*damaged(native), *damaged(mindie)]
     hostile += [with_words(native, ref.to_words()) for ref in other_generations(native)]
@@ -187,8 +187,8 @@ def test_ids_that_are_no_prompt_fail_alone(llm, ids, error, message):
 
 
 def test_a_stream_yields_the_same_output_in_parts(llm, tokenizers, path_file):
-    ids = tokenizers["native"].tokenize(PICTURE, path_file)
-    for prompt in (PICTURE, ids):
+    ids = tokenizers["native"].tokenize(ONE_IMAGE, path_file)
+    for prompt in (ONE_IMAGE, ids):
         parts = list(llm.stream(prompt, GREEDY, chat_template=False))
         (whole,) = generate(llm, [prompt])
         assert len(parts) > 1, whole.error

@@ -16,7 +16,7 @@ from mindie_mm.settings.config import EngineConfig
 from mindie_mm.shm import release
 from mindie_mm.shm.format.item import MediaShape
 from mindie_mm.tokenize import Tokenizer
-from tests.models.contract import picture, run
+from tests.models.contract import noise, run
 
 
 def item(digest, ref="", num_bytes=100, num_features=4):
@@ -84,11 +84,11 @@ def calls(engine, prompts):
     return sizes, outputs
 
 
-def test_a_burst_of_large_pictures_takes_several_calls_of_the_tower(random_checkpoint, device, tmp_path):
+def test_a_burst_of_large_images_takes_several_calls_of_the_tower(random_checkpoint, device, tmp_path):
     model = load_model(random_checkpoint, device=device)
     path_file = tmp_path / "shm_name.txt"
     with Tokenizer.from_pretrained(random_checkpoint) as tokenizer:
-        prompts = [tokenizer.tokenize([{"image": picture(112, 112, i)}], path_file) for i in range(12)]
+        prompts = [tokenizer.tokenize([{"image": noise(112, 112, i)}], path_file) for i in range(12)]
         (one,) = model.read(prompts[0].numpy())
         cost = sum(one.view[name].nbytes for name in one.view) + one.shape.num_features * model.spec.feature_bytes
         sizes, expected = calls(Engine(model, EngineConfig()), prompts)
@@ -96,7 +96,7 @@ def test_a_burst_of_large_pictures_takes_several_calls_of_the_tower(random_check
         sizes, outputs = calls(Engine(model, EngineConfig(max_tower_bytes=5 * cost)), prompts)
         assert sizes == [5, 5, 2]
         assert outputs == expected
-        together = tokenizer.tokenize([{"image": picture(112, 112, i)} for i in range(12)], path_file)
+        together = tokenizer.tokenize([{"image": noise(112, 112, i)} for i in range(12)], path_file)
         sizes, _ = calls(Engine(model, EngineConfig(max_tower_bytes=5 * cost)), [together])
         assert sizes == [5, 5, 2], "the items of one prompt are also split into several calls"
         params = SamplingParams(temperature=0, max_tokens=1)
@@ -108,13 +108,13 @@ def test_a_burst_of_large_pictures_takes_several_calls_of_the_tower(random_check
 
 
 @pytest.mark.usefixtures("unmapped")
-def test_repeated_pictures_are_encoded_once_and_sent_in_messages_of_limited_size(
+def test_repeated_images_are_encoded_once_and_sent_in_messages_of_limited_size(
     random_checkpoint, device, tmp_path, monkeypatch
 ):
     engine = Engine(load_model(random_checkpoint, device=device), EngineConfig())
     path_file = tmp_path / "shm_name.txt"
     with Tokenizer.from_pretrained(random_checkpoint) as tokenizer:
-        ids = tokenizer.tokenize([{"image": picture(56, 84)}] * 6, path_file).numpy().tobytes()
+        ids = tokenizer.tokenize([{"image": noise(56, 84)}] * 6, path_file).numpy().tobytes()
         sizes = call_sizes(engine)
         whole = engine.encode(Encode("r", ids))
         assert (sizes, len(whole.features), whole.finish_reason) == ([1], 6, "stop")

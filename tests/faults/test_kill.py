@@ -181,7 +181,7 @@ MIDDLE = Point("api", "sent")
 
 
 def image(rig: Rig) -> dict[str, Any]:
-    return rig.picture("red", (220, 40, 40), "square")
+    return rig.image("red", (220, 40, 40), "square")
 
 
 def asked(rig: Rig, path: str) -> Any:

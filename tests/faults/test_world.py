@@ -20,7 +20,7 @@ from mindie_mm.shm import collect
 from tests.namespaces import FULL_SHM, require
 from tests.warm import running_service
 from tests.watching import metric
-from tools.demo import data_url, picture
+from tools.demo import data_url, draw_shape
 from tools.serving import RunningService
 
 MiB = 1 << 20
@@ -39,7 +39,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningServ
 
 
 def body(**changes: Any) -> bytes:
-    url = data_url(picture("red", (220, 40, 40), "square", x=0.4))
+    url = data_url(draw_shape("red", (220, 40, 40), "square", x=0.4))
     content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is in the image?"}]
     return json.dumps({"messages": [{"role": "user", "content": content}], "temperature": 0} | changes).encode()
 

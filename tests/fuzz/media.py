@@ -67,7 +67,7 @@ _SURROUND = (("caf", "pcm_s16be"), ("aiff", "pcm_s16be"), ("mov", "pcm_s16le"), 
 
 
 @contextmanager
-def pictures() -> Iterator[Target]:
+def images() -> Iterator[Target]:
     """Yield a target that decodes images with `open_image`. An input is a file."""
     image = Image.fromarray(moving_frames(1, 50, 40)[0])
     seeds = [data for _, data in jpeg_variants() if len(data) < _MAX_BYTES // 4]

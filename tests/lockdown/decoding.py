@@ -31,13 +31,13 @@ def digest_of(kind: str, data: bytes) -> str:
     """Return a digest of all arrays of a media file, or the repr of the error if the file is refused."""
     try:
         with under(MediaCaps()):
-            arrays = {"picture": _of_picture, "video": _of_video, "sound": _of_sound}[kind](data)
+            arrays = {"image": _of_image, "video": _of_video, "sound": _of_sound}[kind](data)
     except MindieMMError as error:
         return repr(error)
     return hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()
 
 
-def _of_picture(data: bytes) -> list[np.ndarray[Any, Any]]:
+def _of_image(data: bytes) -> list[np.ndarray[Any, Any]]:
     pixels = open_image(data).decode()
     return [pixels, *(resize(pixels, 28, 56, resample) for resample in RESAMPLES.values())]
 

@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 
 from mindie_mm.media.image.encoded_image import FORMATS
-from tests.attacks import clips, pictures
+from tests.attacks import clips, images
 from tests.media.test_audio import LOSSLESS
 from tests.media.test_films import FORMATS_WITH_ALPHA, animate, encode_rgba, moving_square
 from tests.media.test_formats import FILES
@@ -40,34 +40,34 @@ _SOUNDS = (
     *(("matroska", "libmp3lame"), ("matroska", "eac3"), ("asf", "wmav2"), ("mpegts", "mp2"), ("mpegts", "ac3")),
     *(("mpeg", "mp2"), ("flv", "libmp3lame"), ("avi", "pcm_s16le")),
 )
-_KINDS_OF_CASES = {".png": "picture", ".avif": "picture", ".wav": "sound", ".flac": "sound", ".amr": "sound"}
-_ATTACKS = (pictures.OF_FORMATS, pictures.BROKEN, pictures.HARMLESS, pictures.OTHER_FORMATS)
+_KINDS_OF_CASES = {".png": "image", ".avif": "image", ".wav": "sound", ".flac": "sound", ".amr": "sound"}
+_ATTACKS = (images.OF_FORMATS, images.BROKEN, images.HARMLESS, images.OTHER_FORMATS)
 
 
 def samples() -> list[Sample]:
-    return [*_pictures(), *_videos(), *_sounds(), *_hostile()]
+    return [*_images(), *_videos(), *_sounds(), *_hostile()]
 
 
-def _pictures() -> Iterator[Sample]:
+def _images() -> Iterator[Sample]:
     photo = photograph()
     for name, data in [*FILES.items(), *jpeg_variants()]:
-        yield "picture", name, data
-    yield "picture", "HEIC", (CASES / "media3/photo.heic").read_bytes()
+        yield "image", name, data
+    yield "image", "HEIC", (CASES / "media3/photo.heic").read_bytes()
     for name in (name for name in FORMATS if name != "HEIC"):
-        yield "picture", f"large {name}", encoded(photo.resize((1400, 900)) if name != "ICO" else photo, name)
-    yield "picture", "WEBP of two frames", encoded(photo, "WEBP", save_all=True, append_images=[photo.rotate(180)])
+        yield "image", f"large {name}", encoded(photo.resize((1400, 900)) if name != "ICO" else photo, name)
+    yield "image", "WEBP of two frames", encoded(photo, "WEBP", save_all=True, append_images=[photo.rotate(180)])
     for compression in _TIFF_COMPRESSIONS:
-        yield "picture", f"TIFF by {compression}", encoded(photo, "TIFF", compression=compression)
-    yield "picture", "TIFF by group4", encoded(photo.convert("1"), "TIFF", compression="group4")
+        yield "image", f"TIFF by {compression}", encoded(photo, "TIFF", compression=compression)
+    yield "image", "TIFF by group4", encoded(photo.convert("1"), "TIFF", compression="group4")
     for mode in _MODES:
         yield (
-            "picture",
+            "image",
             f"TIFF in {mode}",
             encoded((photo.convert("L") if mode == "F" else photo).convert(mode), "TIFF"),
         )
     deep = Image.fromarray(np.arange(4096, dtype=np.uint16).reshape(64, 64))
     for name in ("PNG", "TIFF"):
-        yield "picture", f"deep {name}", encoded(deep, name)
+        yield "image", f"deep {name}", encoded(deep, name)
 
 
 def _videos() -> Iterator[Sample]:
@@ -103,7 +103,7 @@ def _sounds() -> Iterator[Sample]:
 def _hostile() -> Iterator[Sample]:
     for attacks in _ATTACKS:
         for name, attack in attacks.items():
-            yield "picture", name, (attack[0] if isinstance(attack, tuple) else attack)()
+            yield "image", name, (attack[0] if isinstance(attack, tuple) else attack)()
     for name, make in clips.BROKEN_VIDEOS.items():
         yield "video", name, make()
     for name, make in clips.BROKEN_SOUNDS.items():

@@ -64,7 +64,7 @@ def test_a_warm_process_has_one_thread_and_imports_nothing_late(locked):
     assert noticed == {"threads": 1, "locks": str(support()), "imported late": set()}
 
 
-@pytest.mark.parametrize("kind", ["picture", "video", "sound"])
+@pytest.mark.parametrize("kind", ["image", "video", "sound"])
 def test_media_decode_to_the_same_arrays_as_without_locks(media, locked, kind):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow warns about malicious images

@@ -206,7 +206,7 @@ def test_a_recording_that_starts_and_ends_in_the_middle_of_a_frame_is_decoded(co
 
 
 @pytest.mark.parametrize(
-    ("container", "pictures", "sounds"),
+    ("container", "images", "sounds"),
     [
         ("mpegts", "mpeg2video", "mp2"),
         ("mpeg", "mpeg2video", "mp2"),
@@ -216,8 +216,8 @@ def test_a_recording_that_starts_and_ends_in_the_middle_of_a_frame_is_decoded(co
         ("mp4", "mpeg4", "aac"),
     ],
 )
-def test_the_sound_of_a_video_is_decoded(container, pictures, sounds):
-    data = film(container, pictures, sounds)
+def test_the_sound_of_a_video_is_decoded(container, images, sounds):
+    data = film(container, images, sounds)
     with av.open(io.BytesIO(data)) as opened:
         expected = np.concatenate([frame.to_ndarray()[0] for frame in opened.decode(audio=0)])
     if expected.dtype == np.int16:
@@ -226,17 +226,17 @@ def test_the_sound_of_a_video_is_decoded(container, pictures, sounds):
     assert np.array_equal(open_audio(data).decode(48_000, 10**7), expected)
 
 
-def film(container: str, pictures: str, sounds: str) -> bytes:
+def film(container: str, images: str, sounds: str) -> bytes:
     """Encode half a second of video with sound."""
     file = io.BytesIO()
     with av.open(file, "w", format=container) as output:
-        picture = output.add_stream(pictures, rate=25)
-        picture.width, picture.height, picture.pix_fmt = 112, 84, "yuv420p"
+        image = output.add_stream(images, rate=25)
+        image.width, image.height, image.pix_fmt = 112, 84, "yuv420p"
         sound = output.add_stream(sounds, rate=48_000, layout="mono")
         sound.format = sound.codec.audio_formats[0]
         for pixels in moving_frames(13):
-            output.mux(picture.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
-        output.mux(picture.encode())
+            output.mux(image.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        output.mux(image.encode())
         frame = av.AudioFrame.from_ndarray(tone(0.5, 48_000)[None], format="flt", layout="mono")
         frame.sample_rate = 48_000
         for piece in av.AudioResampler(sound.format, "mono", 48_000, frame_size=sound.frame_size).resample(frame):
@@ -517,11 +517,11 @@ def test_a_size_that_a_writer_did_not_know_is_ignored(size):
 def test_the_sound_of_a_longer_film_is_complete():
     file = io.BytesIO()
     with av.open(file, "w", format="matroska") as output:
-        pictures, sound = output.add_stream("libx264", rate=2), output.add_stream("pcm_s16le", rate=RATE, layout="mono")
-        pictures.width, pictures.height, pictures.pix_fmt = 112, 84, "yuv420p"
+        images, sound = output.add_stream("libx264", rate=2), output.add_stream("pcm_s16le", rate=RATE, layout="mono")
+        images.width, images.height, images.pix_fmt = 112, 84, "yuv420p"
         for pixels in moving_frames(20):
-            output.mux(pictures.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
-        output.mux(pictures.encode())
+            output.mux(images.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        output.mux(images.encode())
         frame = av.AudioFrame.from_ndarray(np.ones((1, RATE), np.int16), format="s16", layout="mono")
         frame.sample_rate = RATE
         output.mux([*sound.encode(frame), *sound.encode()])

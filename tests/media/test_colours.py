@@ -17,7 +17,7 @@ from mindie_mm.media.image.colours import pil_to_rgb
 from mindie_mm.media.image.encoded_image import open_image
 from mindie_mm.media.source import read_source
 from mindie_mm.settings.config import MediaCaps
-from tests.attacks.pictures import chunk, png
+from tests.attacks.images import chunk, png
 from tests.media_samples import encoded, photograph
 
 CASES = Path(__file__).parents[1] / "cases/media"

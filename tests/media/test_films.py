@@ -217,9 +217,9 @@ def test_an_animated_png_is_a_video():
 
 
 def animate(frames: np.ndarray, file_format: str, **options: object) -> bytes:
-    pictures = [Image.fromarray(frame) for frame in frames]
+    images = [Image.fromarray(frame) for frame in frames]
     file = io.BytesIO()
-    pictures[0].save(file, file_format, save_all=True, append_images=pictures[1:], **options)
+    images[0].save(file, file_format, save_all=True, append_images=images[1:], **options)
     return file.getvalue()
 
 

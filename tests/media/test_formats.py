@@ -14,7 +14,7 @@ from mindie_mm.media.guard import boxes
 from mindie_mm.media.guard.caps import under
 from mindie_mm.media.image.encoded_image import open_image
 from mindie_mm.settings.config import MediaCaps
-from tests.attacks import pictures
+from tests.attacks import images
 from tests.media_samples import encoded, photograph
 
 CASES = Path(__file__).parents[1] / "cases/media"
@@ -160,7 +160,7 @@ def test_broken_files_are_refused(data):
         open_image(data).decode()
 
 
-def test_an_icon_is_the_largest_picture_with_the_fewest_colours_as_in_pillow():
+def test_an_icon_is_the_largest_image_with_the_fewest_colours_as_in_pillow():
     first, second = (encoded(Image.new("RGB", (48, 48), colour), "PNG") for colour in ("red", "blue"))
     entries = [(48, 32, first), (48, 24, second), (16, 8, first)]
     start, head, body = 6 + 16 * len(entries), b"", b""
@@ -183,7 +183,7 @@ def test_the_error_mentions_a_pillow_limit_that_the_program_has_set(monkeypatch)
 
 
 def test_decompression_bombs_are_refused_before_decoding():
-    for name, make in pictures.BOMBS.items():
+    for name, make in images.BOMBS.items():
         with pytest.raises(LimitExceeded, match="pixels"):
             open_image(make())
         assert name

@@ -34,7 +34,7 @@ def difference(pixels: np.ndarray, expected: np.ndarray) -> float:
     return float(abs(pixels.astype(int) - expected).mean())
 
 
-def test_the_photograph_of_a_phone_equals_the_plain_picture():
+def test_the_photograph_of_a_phone_equals_the_plain_image():
     photo, plain = (decoded((CASES / name).read_bytes()) for name in ("photo.heic", "plain.png"))
     assert difference(photo, plain) < 1
 

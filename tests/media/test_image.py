@@ -100,8 +100,8 @@ def test_the_pixel_cap_is_checked_from_the_header_alone():
     bomb = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
     with pytest.raises(LimitExceeded, match="178956970"):
         EncodedImage.open(bomb)
-    picture = photograph(size=(300, 200))
-    for data in (encoded(picture), encoded(picture, "PNG"), np.asarray(picture)):
+    image = photograph(size=(300, 200))
+    for data in (encoded(image), encoded(image, "PNG"), np.asarray(image)):
         with (
             under(MediaCaps(max_image_pixels=59_999)),
             pytest.raises(LimitExceeded, match=r"300x200 = 60000 pixels; the limit is 59999"),
@@ -111,15 +111,15 @@ def test_the_pixel_cap_is_checked_from_the_header_alone():
 
 def test_the_pixels_of_a_request_are_counted_before_any_is_decoded():
     """Pixels are counted before the orientation is read, because a PNG must be decoded to find the orientation."""
-    picture = photograph(size=(300, 200))
+    image = photograph(size=(300, 200))
     turned = Image.Exif()
     turned[0x0112] = 6
-    cut = encoded(picture, "PNG", exif=turned)[:-100]
+    cut = encoded(image, "PNG", exif=turned)[:-100]
     assert b"eXIf" in cut
-    for data in (encoded(picture), encoded(picture, "PNG"), cut):
+    for data in (encoded(image), encoded(image, "PNG"), cut):
         with under(MediaCaps(max_request_pixels=179_999)):
             for _ in range(2):
-                open_image(encoded(picture, "WEBP"))
+                open_image(encoded(image, "WEBP"))
             with pytest.raises(
                 LimitExceeded, match=r"images and frames have at least 180000 pixels .*; the limit is 179999"
             ):
@@ -127,7 +127,7 @@ def test_the_pixels_of_a_request_are_counted_before_any_is_decoded():
         # The caps belong to another request, so counting starts again.
         with under(MediaCaps(max_request_pixels=180_000)):
             for _ in range(3):
-                open_image(encoded(picture))
+                open_image(encoded(image))
 
 
 def test_given_pixels_are_not_counted_as_decoded():
@@ -207,16 +207,16 @@ def test_the_header_of_a_png_is_read_without_its_pixels():
     assert peak < 10**6
 
 
-def test_a_decoded_picture_is_not_kept():
+def test_a_decoded_image_is_not_kept():
     """Each image is closed after decoding.
 
     All images of a prompt are opened before the first is decoded, so they would otherwise stay in memory together.
     """
-    picture = open_image(encoded(Image.new("RGB", (64, 48), "red"), "PNG"))
-    assert isinstance(picture, EncodedImage)
-    assert picture.decode().shape == (48, 64, 3)
+    image = open_image(encoded(Image.new("RGB", (64, 48), "red"), "PNG"))
+    assert isinstance(image, EncodedImage)
+    assert image.decode().shape == (48, 64, 3)
     with pytest.raises(ValueError, match="closed"):
-        picture.file.tobytes()
+        image.file.tobytes()
 
 
 def test_decoding_in_threads_leaves_the_warning_filters_unchanged():

@@ -23,7 +23,7 @@ from mindie_mm.media.fetch.threads import Threads
 from mindie_mm.settings.config import ServiceConfig
 from service.request.media import MediaPolicy
 
-BODY = b"a picture"
+BODY = b"an image"
 
 
 class Names:

@@ -11,14 +11,14 @@ SIZES = [(1, 1, 1, 1), (14, 2, 2, 4), (14, 2, 6, 2), (16, 1, 3, 5), (30, 1, 2, 1
 """Cases: patch size, merge size, rows of patches and columns of patches."""
 
 
-def picture(rows: int, columns: int, patch: int) -> np.ndarray:
+def image(rows: int, columns: int, patch: int) -> np.ndarray:
     rng = np.random.default_rng([rows, columns, patch])
     return rng.integers(0, 256, (rows * patch, columns * patch, 3), np.uint8)
 
 
 @pytest.mark.parametrize(("patch", "merge", "rows", "columns"), SIZES)
 def test_patches_are_in_the_order_in_which_a_tower_merges_them(patch, merge, rows, columns):
-    rgb = picture(rows, columns, patch)
+    rgb = image(rows, columns, patch)
     patches = np.empty((rows * columns, patch, patch, 3), np.uint8)
     patchify(rgb, patches, patch, merge)
     own = iter(patches)
@@ -33,7 +33,7 @@ def test_patches_are_in_the_order_in_which_a_tower_merges_them(patch, merge, row
 @pytest.mark.parametrize(("patch", "merge", "rows", "columns"), SIZES)
 def test_patches_can_be_written_into_a_strided_array(patch, merge, rows, columns):
     """Patches of two frames alternate in memory, because a temporal patch consists of two frames."""
-    rgb = picture(rows, columns, patch)
+    rgb = image(rows, columns, patch)
     together, apart = np.zeros((2, rows * columns, 2, patch, patch, 3), np.uint8)
     patchify(rgb, together[:, 0], patch, merge)
     whole = np.empty((rows * columns, patch, patch, 3), np.uint8)
@@ -46,8 +46,8 @@ def test_patches_can_be_written_into_a_strided_array(patch, merge, rows, columns
 
 
 @pytest.mark.parametrize(("patch", "merge", "rows", "columns"), SIZES)
-def test_unpatchify_restores_the_picture(patch, merge, rows, columns):
-    rgb = picture(rows, columns, patch)
+def test_unpatchify_restores_the_image(patch, merge, rows, columns):
+    rgb = image(rows, columns, patch)
     patches = np.empty((rows * columns, patch, patch, 3), np.uint8)
     patchify(rgb[:, ::-1][:, ::-1], patches, patch, merge)  # a view is accepted, too
     assert np.array_equal(unpatchify(patches, rows, columns, merge), rgb)

@@ -15,7 +15,7 @@ from mindie_mm.media.guard.segments import MAX_PARTS
 from mindie_mm.media.image import png_chunks
 from mindie_mm.media.image.encoded_image import open_image
 from mindie_mm.media.image.png_chunks import with_tidy_chunks
-from tests.attacks.pictures import chunk
+from tests.attacks.images import chunk
 from tests.media_samples import encoded, photograph
 
 CASES = Path(__file__).parents[1] / "cases/media3"
@@ -44,7 +44,7 @@ CHUNKS = {
 }
 
 
-def test_the_case_equals_the_plain_picture():
+def test_the_case_equals_the_plain_image():
     plain, long = (open_image((CASES / name).read_bytes()).decode() for name in ("plain.png", "long_text.png"))
     assert np.array_equal(long, plain)
 

@@ -23,7 +23,7 @@ BICUBIC = RESAMPLES[3]
     ],
     ids=["fixed", "by an edge", "cropped", "padded", "not resized"],
 )
-def test_output_size_is_known_if_all_pictures_become_one_size(steps, expected):
+def test_output_size_is_known_if_all_images_become_one_size(steps, expected):
     sizes = {steps.apply(np.zeros((height, width, 3), np.uint8)).shape[:2] for height, width in ((40, 50), (60, 33))}
     assert steps.output_size == expected
     assert sizes == {expected} if expected else len(sizes) == 2

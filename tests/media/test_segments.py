@@ -10,7 +10,7 @@ from PIL import Image
 from mindie_mm.errors import LimitExceeded
 from mindie_mm.media.guard.segments import MAX_PARTS, MAX_SCAN_PIXELS, MAX_SCANS, check_parts, check_scans, jpeg_head
 from mindie_mm.media.image.encoded_image import EncodedImage, open_image
-from tests.attacks import pictures
+from tests.attacks import images
 from tests.media_samples import encoded, jpeg_variants, load_image, photograph
 
 SOS = b"\xff\xda"
@@ -23,7 +23,7 @@ def turned(data: bytes, *entries: bytes) -> bytes:
     """
     orientation = struct.pack("<HHII", 0x0112, 3, 1, 6)
     exif = b"Exif\0\0II*\0\x08\0\0\0" + struct.pack("<H", 1 + len(entries)) + b"".join(entries) + orientation
-    return pictures.behind_start(data, pictures.segment(0xE1, exif + bytes(64)))
+    return images.behind_start(data, images.segment(0xE1, exif + bytes(64)))
 
 
 def scans_in(noise: int, num_bytes: int) -> bytes:
@@ -40,7 +40,7 @@ def chunked_png(image: Image.Image, num_bytes: int) -> bytes:
         size = int.from_bytes(data[place : place + 4])
         pixels += data[place + 8 : place + 8 + size]
         place += 12 + size
-    cut = [pictures.chunk(b"IDAT", pixels[at : at + num_bytes]) for at in range(0, len(pixels), num_bytes)]
+    cut = [images.chunk(b"IDAT", pixels[at : at + num_bytes]) for at in range(0, len(pixels), num_bytes)]
     assert len(cut) > 20_000
     return head + b"".join(cut) + data[place:]
 
@@ -52,29 +52,27 @@ def good() -> dict[str, bytes]:
     pages = [photograph("chelsea.png", (90, 60)), photograph("rocket.jpg", (90, 60))]
     profile = np.random.default_rng(5).integers(0, 256, 3_000_000, np.uint8).tobytes()
     thumbnail = b"Exif\0\0II*\0\x08\0\0\0\0\0" + bytes(4) + encoded(image.resize((64, 48)), progressive=True)
-    photoshop = pictures.segment(0xED, b"Photoshop 3.0\0" + b"8BIM\4\4\0\0\0\0\0\2hi" * 40)
+    photoshop = images.segment(0xED, b"Photoshop 3.0\0" + b"8BIM\4\4\0\0\0\0\0\2hi" * 40)
     return {
-        "several pictures": encoded(image, "MPO", save_all=True, append_images=pages),
+        "several images": encoded(image, "MPO", save_all=True, append_images=pages),
         "a film behind it": jpeg + scans_in(1, 400_000),
         "a film behind a progressive one": progressive + scans_in(2, 400_000),
         "a gain map behind it": jpeg + progressive * 30,
-        "a thumbnail": pictures.behind_start(jpeg, pictures.segment(0xE1, thumbnail)),
-        "thumbnails of other programs": pictures.behind_start(
-            progressive, pictures.segment(0xE2, scans_in(3, 50_000)) * 9
-        ),
+        "a thumbnail": images.behind_start(jpeg, images.segment(0xE1, thumbnail)),
+        "thumbnails of other programs": images.behind_start(progressive, images.segment(0xE2, scans_in(3, 50_000)) * 9),
         "a profile of 3 MB": encoded(image, icc_profile=profile),
-        "many segments of Photoshop": pictures.behind_start(jpeg, photoshop * 200),
-        "thousands of comments": pictures.behind_start(jpeg, pictures.segment(0xFE, b"a comment") * 5000),
+        "many segments of Photoshop": images.behind_start(jpeg, photoshop * 200),
+        "thousands of comments": images.behind_start(jpeg, images.segment(0xFE, b"a comment") * 5000),
         "restarts at every block": encoded(image, restart_marker_blocks=1),
         "restarts in many scans": encoded(image, progressive=True, restart_marker_blocks=1),
         "fill bytes": jpeg.replace(SOS, b"\xff\xff\xff" + SOS, 1),
-        "zeros between segments": pictures.behind_start(jpeg, b"\xff\xfe\0\4hi" + bytes(300)),
-        "exif in two segments": pictures.behind_start(
-            turned(jpeg), pictures.segment(0xE1, b"http://ns.adobe.com/xap/1.0/\0<x/>")
+        "zeros between segments": images.behind_start(jpeg, b"\xff\xfe\0\4hi" + bytes(300)),
+        "exif in two segments": images.behind_start(
+            turned(jpeg), images.segment(0xE1, b"http://ns.adobe.com/xap/1.0/\0<x/>")
         ),
         "four colours": encoded(image.convert("CMYK"), progressive=True),
         "chunks of 4 bytes": chunked_png(image.resize((301, 203)), 4),
-        "a gif of a long comment": pictures.gif_with(b"!\xfe" + (b"\xff" + bytes(255)) * 2000 + b"\0"),
+        "a gif of a long comment": images.gif_with(b"!\xfe" + (b"\xff" + bytes(255)) * 2000 + b"\0"),
         "a tiff of many strips": encoded(image.resize((10, 20_000)), "TIFF", tiffinfo={278: 1}),
         "a bigtiff": encoded(image, "TIFF", big_tiff=True),
         "a tiff of jpegs": encoded(image, "TIFF", compression="jpeg"),
@@ -104,7 +102,7 @@ def test_a_badly_typed_exif_entry_does_not_prevent_rotation(entry):
     assert np.array_equal(opened.decode(), np.rot90(open_image(plain).decode(), -1))
 
 
-def test_a_rotated_picture_with_valid_exif_equals_load_image():
+def test_a_rotated_image_with_valid_exif_equals_load_image():
     data = turned(encoded(photograph("rocket.jpg", (50, 30))), struct.pack("<HHII", 0x010F, 2, 4, 0x004D4D4D))
     assert np.array_equal(open_image(data).decode(), load_image(data))
 
@@ -146,11 +144,11 @@ def test_every_scan_counts_after_a_marker_that_libjpeg_rejects(odd):
         check_scans(data[:-2] + odd + data[-2:] + SOS * MAX_SCANS, 5000, 5000, up_to_end=True)
 
 
-@pytest.mark.parametrize("name", [*pictures.SCANS, *pictures.PARTS])
+@pytest.mark.parametrize("name", [*images.SCANS, *images.PARTS])
 def test_too_many_scans_or_parts_are_refused_before_decoding(name):
     """tests/attacks also checks the time and the memory that the refusal takes."""
-    data = (pictures.SCANS | pictures.PARTS)[name]()
-    message = r"has \d+ scans; the limit is \d+" if name in pictures.SCANS else rf"or more .*; the limit is {MAX_PARTS}"
+    data = (images.SCANS | images.PARTS)[name]()
+    message = r"has \d+ scans; the limit is \d+" if name in images.SCANS else rf"or more .*; the limit is {MAX_PARTS}"
     with pytest.raises(LimitExceeded, match=message):
         open_image(data)
 
@@ -158,18 +156,18 @@ def test_too_many_scans_or_parts_are_refused_before_decoding(name):
 @pytest.mark.parametrize("size", [(16, 16), (200, 200), (2000, 2000)])
 def test_as_many_scans_as_the_limit_are_decoded(size):
     most = MAX_SCAN_PIXELS // ((size[0] + 64) * (size[1] + 64))
-    assert open_image(pictures.refined(*size, most - 20)).decode().shape == (size[1], size[0], 3)
+    assert open_image(images.refined(*size, most - 20)).decode().shape == (size[1], size[0], 3)
 
 
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: pictures.behind_start(encoded(pictures.small()), b"\xff\xfe\0\2" * 11_000_000),
-        lambda: pictures.behind_start(encoded(pictures.small()), b"\xff\0" * 22_000_000),
-        lambda: pictures.behind_start(encoded(pictures.small()), b"\xff" * 44_000_000),
+        lambda: images.behind_start(encoded(images.small()), b"\xff\xfe\0\2" * 11_000_000),
+        lambda: images.behind_start(encoded(images.small()), b"\xff\0" * 22_000_000),
+        lambda: images.behind_start(encoded(images.small()), b"\xff" * 44_000_000),
         lambda: b"\xff\xd8\xff\xe0\0\2" + bytes(44_000_000),
-        lambda: pictures.within_png(pictures.chunk(b"abCd", b"") * 4_000_000),
-        lambda: pictures.gif_with(b"!\xff" + b"\1\1" * 22_000_000),
+        lambda: images.within_png(images.chunk(b"abCd", b"") * 4_000_000),
+        lambda: images.gif_with(b"!\xff" + b"\1\1" * 22_000_000),
     ],
     ids=["segments", "stuffed", "fill", "nothing", "chunks", "sub-blocks"],
 )
@@ -188,4 +186,4 @@ def test_the_head_of_a_jpeg_ends_at_its_first_scan():
 def test_truncated_files_of_every_format_pass_the_count(at):
     """The count accepts truncated files, because the decoder refuses broken files."""
     for file_format in ("JPEG", "PNG", "GIF", "TIFF", "WEBP", "BMP"):
-        check_parts(encoded(pictures.small(), file_format)[:at])
+        check_parts(encoded(images.small(), file_format)[:at])

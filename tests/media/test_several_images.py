@@ -16,15 +16,15 @@ FIRST = np.asarray(PHOTO)
 
 
 @pytest.mark.parametrize("file_format", ["GIF", "PNG", "WEBP", "AVIF", "MPO"])
-def test_an_animation_or_stereo_picture_as_an_image_is_its_first_picture(file_format: str) -> None:
+def test_an_animation_or_stereo_image_as_an_image_is_its_first_image(file_format: str) -> None:
     settings = {"lossless": True} if file_format == "WEBP" else {}
     several = encoded(PHOTO, file_format, save_all=True, append_images=[OTHER], **settings)
     alone = Image.open(io.BytesIO(several)).convert("RGB")
     assert np.array_equal(open_image(several).decode(), np.asarray(alone))
-    assert abs(np.asarray(alone).astype(int) - FIRST).mean() < 12, "the other picture differs by 60"
+    assert abs(np.asarray(alone).astype(int) - FIRST).mean() < 12, "the other image differs by 60"
 
 
-def test_the_largest_picture_of_an_icon_is_used() -> None:
+def test_the_largest_image_of_an_icon_is_used() -> None:
     icon = encoded(PHOTO, "ICO", sizes=[(16, 16), (48, 48)])
     assert max(open_image(icon).decode().shape[:2]) == 48
 

@@ -24,7 +24,7 @@ BASE64 = base64.b64encode(DATA).decode()
 
 
 def test_every_kind_of_source_gives_the_same_bytes(tmp_path):
-    file = tmp_path / "a picture.jpg"
+    file = tmp_path / "an image.jpg"
     file.write_bytes(DATA)
     for source in (
         str(file),
@@ -232,7 +232,7 @@ def test_a_pipe_is_read_to_its_end(pipe):
 def silent_url():
     """Yield a URL whose server accepts a connection but sends nothing."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        yield f"http://127.0.0.1:{server.getsockname()[1]}/picture.png"
+        yield f"http://127.0.0.1:{server.getsockname()[1]}/image.png"
 
 
 @pytest.mark.parametrize("kind", ["pipe", "url"])

@@ -52,7 +52,7 @@ def with_subfile(*pages: tuple[np.ndarray, int], **settings: object) -> bytes:
     return file.getvalue()
 
 
-def test_the_cases_equal_the_plain_pictures():
+def test_the_cases_equal_the_plain_images():
     assert np.array_equal(case("white_is_zero_16.tif"), case("plain_grey.png"))
     assert np.array_equal(case("thumbnail_first.tif"), case("plain.png"))
 

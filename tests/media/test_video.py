@@ -324,10 +324,10 @@ def test_given_frames_are_returned_unchanged():
     assert np.array_equal(np.stack(list(video.decode([1, 4]))), frames[[1, 4]])
 
 
-def test_frames_may_be_encoded_pictures():
+def test_frames_may_be_encoded_images():
     frames = moving_frames(3)
-    pictures = (frames[0], *(encoded(Image.fromarray(frame), "PNG") for frame in frames[1:]))
-    video = open_video(pictures, 1.5)
+    images = (frames[0], *(encoded(Image.fromarray(frame), "PNG") for frame in frames[1:]))
+    video = open_video(images, 1.5)
     assert (video.height, video.width, video.num_frames, video.fps) == (84, 112, 3, 1.5)
     assert np.array_equal(np.stack(list(video.decode([0, 1, 2]))), frames)
 
@@ -349,16 +349,16 @@ def test_decoded_frames_are_not_kept():
         ([(40, 30), (60, 50)], LimitExceeded, "frame 1: the video has 60x50 = 3000 pixels; the limit is 2000"),
         ([(40, 30), (400, 300)], LimitExceeded, "frame 1: the image has 400x300 = 120000 pixels; the limit is 100000"),
         ([(40, 30)] * 5, LimitExceeded, "the video has 5 frames; the limit is 4"),
-        ([(40, 30), b"no picture"], MediaError, "frame 1: the 10 bytes cannot be read as an image"),
+        ([(40, 30), b"no image"], MediaError, "frame 1: the 10 bytes cannot be read as an image"),
     ],
 )
 def test_caps_on_given_frames_are_checked_before_decoding(frames, error, message):
-    pictures = [one if isinstance(one, bytes) else encoded(photograph(size=one), "PNG") for one in frames]
+    images = [one if isinstance(one, bytes) else encoded(photograph(size=one), "PNG") for one in frames]
     with (
         under(MediaCaps(max_video_pixels=2000, max_image_pixels=100_000, max_video_frames=4)),
         pytest.raises(error, match=message),
     ):
-        open_video(tuple(pictures), None)
+        open_video(tuple(images), None)
 
 
 def test_the_duration_of_given_frames_follows_from_their_rate():
@@ -407,7 +407,7 @@ def test_the_decoded_pixels_of_videos_are_counted_before_decoding():
         EncodedVideo.open(data).count([0, 9, 29])
 
 
-def test_given_frames_are_counted_as_pictures():
+def test_given_frames_are_counted_as_images():
     frames = tuple(encoded(photograph(size=(40, 30)), "PNG") for _ in range(5))
     with under(MediaCaps(max_request_pixels=4800)), pytest.raises(LimitExceeded, match=r"frame 4: .* 6000 pixels"):
         open_video(frames, None)

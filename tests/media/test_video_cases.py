@@ -208,7 +208,7 @@ CUT = {
 
 @pytest.mark.parametrize("container", ["matroska", "mp4", "mpegts"])
 @pytest.mark.parametrize("codec", CUT)
-def test_pictures_whose_references_were_cut_off_are_not_counted(codec, container):
+def test_images_whose_references_were_cut_off_are_not_counted(codec, container):
     if codec in ("vp8", "vp9") and container != "matroska":
         pytest.skip("the container does not support the codec")
     name, options = CUT[codec]

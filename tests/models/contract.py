@@ -93,7 +93,7 @@ CASES = Path(__file__).parents[1] / "cases" / "media"
 NUM_TOKENS = 8
 
 
-def picture(height: int, width: int, seed: int = 0) -> np.ndarray:
+def noise(height: int, width: int, seed: int = 0) -> np.ndarray:
     """Return random pixels, uint8 [height, width, 3].
 
     With random pixels, any two resize methods give different results.
@@ -107,11 +107,11 @@ def clip(frames: int, height: int, width: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng([*shape, seed]).integers(0, 256, shape, dtype=np.uint8)
 
 
-PICTURES: Mapping[str, Items] = {
+IMAGE_PROMPTS: Mapping[str, Items] = {
     "text": [{"text": "What is in the image? A square, perhaps."}],
-    "one image": [{"text": "Look: "}, {"image": picture(90, 140)}, {"text": "What is it?"}],
-    "two images": [{"image": picture(20, 29)}, {"text": " and "}, {"image": picture(170, 60)}, {"text": "?"}],
-    "a long picture": [{"image": picture(20, 900)}, {"text": "Where?"}],
+    "one image": [{"text": "Look: "}, {"image": noise(90, 140)}, {"text": "What is it?"}],
+    "two images": [{"image": noise(20, 29)}, {"text": " and "}, {"image": noise(170, 60)}, {"text": "?"}],
+    "a long image": [{"image": noise(20, 900)}, {"text": "Where?"}],
 }
 """Prompts for a family that accepts several images of any size."""
 
@@ -284,12 +284,12 @@ def without_known_grid(tokenizer: Tokenizer, path_file: Path, kind: Kind, media:
 class ExtremeShapes:
     """Further tests for families that cut images into tiles. A subclass also inherits from FamilyContract."""
 
-    def test_narrow_pictures_equal_the_references_or_are_refused_if_the_reference_fails(
+    def test_narrow_images_equal_the_references_or_are_refused_if_the_reference_fails(
         self: Any, reference: Reference, model: Model, tokenizer: Tokenizer, path_file: Path
     ) -> None:
         num_same = 0
         for height, width in EXTREMES:
-            items = [{"image": picture(height, width)}, {"text": "?"}]
+            items = [{"image": noise(height, width)}, {"text": "?"}]
             try:
                 expected = reference.inputs(items)
             except (ValueError, RuntimeError, ZeroDivisionError):
@@ -625,11 +625,11 @@ class FamilyContract:
             return reference.model(**inputs).logits
 
     @pytest.mark.representative
-    def test_pictures_change_the_logits(self, model, tokenizer, path_file):
+    def test_images_change_the_logits(self, model, tokenizer, path_file):
         """If images did not affect the logits, no other comparison of logits could detect a wrong image."""
         if "image" not in family_named(self.name).kinds:
             return
-        prompts = [[{"image": picture(50, 50, seed)}, {"text": "?"}] for seed in range(2)]
+        prompts = [[{"image": noise(50, 50, seed)}, {"text": "?"}] for seed in range(2)]
         first, second = (self.logits(model, tokenizer.tokenize(items, path_file))[-1] for items in prompts)
         assert (first - second).abs().max() > 100 * self.tolerance
 

@@ -23,7 +23,7 @@ from mindie_mm.errors import DeviceError
 from mindie_mm.models import family_named, load_model
 from mindie_mm.settings.config import EngineConfig
 from mindie_mm.shm import release
-from tests.models.contract import FamilyContract, picture, run
+from tests.models.contract import FamilyContract, noise, run
 from tests.models.references import Items, Reference
 
 
@@ -67,7 +67,7 @@ class Seq2SeqContract(FamilyContract):
     @staticmethod
     def item(seed: int) -> dict[str, Any]:
         """Return a media item. Items of different seeds are different."""
-        return {"image": picture(40, 40, seed)}
+        return {"image": noise(40, 40, seed)}
 
     def logits(self, model: Any, ids: torch.Tensor) -> torch.Tensor:
         return model.logits(ids, torch.tensor([*self.decoder_input_ids])).cpu()

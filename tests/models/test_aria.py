@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 from transformers import AriaConfig, AriaForConditionalGeneration, AriaImageProcessor, AriaProcessor
 
-from tests.models.contract import PICTURES, ExtremeShapes, FamilyContract, picture, refusals
+from tests.models.contract import IMAGE_PROMPTS, ExtremeShapes, FamilyContract, noise, refusals
 from tests.models.references import PretrainedReference
 from tests.models.small_checkpoints import TEXT, VISION, save_json, save_model, save_tokenizer
 from tests.transformers_reference import AutoTokenizer
@@ -63,13 +63,13 @@ class TestAria(ExtremeShapes, FamilyContract):
     name = "aria"
     write_checkpoint = staticmethod(write)
     reference_class = Reference
-    prompts: ClassVar = {**PICTURES, "a tall picture": [{"image": picture(300, 7)}, {"text": "Where?"}]}
+    prompts: ClassVar = {**IMAGE_PROMPTS, "a tall image": [{"image": noise(300, 7)}, {"text": "Where?"}]}
     chooses_experts = True
 
     @pytest.mark.parametrize(
         ("name", "settings", "pixels"),
         [
-            ("a long picture", {}, {"split_image": True}),
+            ("a long image", {}, {"split_image": True}),
             (
                 "one image",
                 {"vision_feature_layer": -2},
@@ -81,7 +81,7 @@ class TestAria(ExtremeShapes, FamilyContract):
     def test_logits_under_other_settings_equal_the_references(self, name, settings, pixels, tmp_path, path_file):
         """The reference writes as many placeholders for each image as the image with the most tiles needs."""
         write(tmp_path, {**PIXELS, **pixels}, **settings)
-        self.prompts = {name: PICTURES[name]}
+        self.prompts = {name: IMAGE_PROMPTS[name]}
         self.assert_same(tmp_path, Reference(tmp_path), path_file)
 
     def test_the_worst_case_needs_an_attention_mask(self, processor):

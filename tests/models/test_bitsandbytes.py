@@ -20,7 +20,7 @@ from mindie_mm.settings.config import EngineConfig
 from mindie_mm.shm import request_directory
 from mindie_mm.tokenize import Tokenizer
 from tests.device.test_decode_step import step_logits
-from tests.models.contract import picture, run
+from tests.models.contract import noise, run
 from tests.models.golden import GOLDEN, drawn_weights, write_checkpoint
 from tests.models.packing import pack
 from tests.models.test_qwen_vl import position_table
@@ -42,7 +42,7 @@ SETTINGS = {
     "int8": {"load_in_8bit": True, "llm_int8_threshold": 6.0},
 }
 TEXT = [{"text": "What is in the picture?"}]
-MEDIA = [{"text": "What is in "}, {"image": picture(20, 29)}, {"text": "?"}]
+MEDIA = [{"text": "What is in "}, {"image": noise(20, 29)}, {"text": "?"}]
 # In the published NF4 checkpoint, only the layers of the decoder's blocks are quantized. They compute in float16.
 MOLMO_NF4 = {
     "_load_in_4bit": True,

@@ -17,7 +17,7 @@ from transformers import (
 
 from mindie_mm.errors import InputError
 from mindie_mm.nn.seq2seq import Seq2SeqModel
-from tests.models.contract import FamilyContract, picture
+from tests.models.contract import FamilyContract, noise
 from tests.models.references import PretrainedReference
 from tests.models.seq2seq_contract import Seq2SeqContract, Seq2SeqReference
 from tests.models.small_checkpoints import save_json, save_tokenizer, save_unigram_tokenizer
@@ -103,10 +103,10 @@ class TestBlip2(FamilyContract):
     unspelled = True
     prompts: ClassVar = {
         "text": [{"text": "What is in the image? A square, perhaps."}],
-        "one image": [{"image": picture(90, 140)}, {"text": "Question: what is it? Answer:"}],
-        "an image behind its question": [{"text": "what is it?"}, {"image": picture(28, 28)}],
-        "a long picture": [{"image": picture(20, 900)}, {"text": "Where?"}],
-        "no question": [{"image": picture(61, 83)}, {"text": ""}],
+        "one image": [{"image": noise(90, 140)}, {"text": "Question: what is it? Answer:"}],
+        "an image behind its question": [{"text": "what is it?"}, {"image": noise(28, 28)}],
+        "a long image": [{"image": noise(20, 900)}, {"text": "Where?"}],
+        "no question": [{"image": noise(61, 83)}, {"text": ""}],
     }
 
     @classmethod
@@ -129,10 +129,10 @@ class TestBlip2(FamilyContract):
 
     def test_a_second_image_is_refused(self, tokenizer, path_file):
         with pytest.raises(InputError, match="2 items of kind image; the model's limit is 1"):
-            tokenizer.tokenize([{"image": picture(30, 30)}] * 2, path_file)
+            tokenizer.tokenize([{"image": noise(30, 30)}] * 2, path_file)
 
     def test_a_chat_becomes_a_question(self, path, tokenizer, path_file):
-        content = [{"type": "text", "text": "what is it?"}, {"type": "image", "image": picture(30, 30)}]
+        content = [{"type": "text", "text": "what is it?"}, {"type": "image", "image": noise(30, 30)}]
         ids = tokenizer.tokenize_chat([{"role": "user", "content": content}], path_file)
         text = AutoTokenizer.from_pretrained(path)("Question: what is it? Answer:")["input_ids"]
         assert ids[QUERIES:].tolist() == text
@@ -186,14 +186,14 @@ class TestBlip2T5(Seq2SeqContract):
         reference, text = AutoTokenizer.from_pretrained(path), text.format(*[token] * 3)
         plain = unicodedata.normalize("NFKC", token)
         assert reference.convert_tokens_to_ids(plain) in reference(text)["input_ids"][:-1]
-        items = [{"image": picture(30, 30)}, {"text": text}]
+        items = [{"image": noise(30, 30)}, {"text": text}]
         *ids, end = tokenizer.tokenize(items, path_file, parse_special=False).tolist()[QUERIES:]
         assert end == 1
         assert not {0, 1, 3} & {*ids}
         # If the text of a control token is split in two, the second part begins with a space, as after a control token.
         assert reference.decode(ids).replace(" ", "") == unicodedata.normalize("NFKC", text).replace(" ", "")
 
-    def test_pictures_change_the_logits(self, model, tokenizer, path_file):
-        prompts = [[{"image": picture(50, 50, seed)}, {"text": "?"}] for seed in range(2)]
+    def test_images_change_the_logits(self, model, tokenizer, path_file):
+        prompts = [[{"image": noise(50, 50, seed)}, {"text": "?"}] for seed in range(2)]
         first, second = (self.logits(model, tokenizer.tokenize(items, path_file)) for items in prompts)
         assert (first - second).abs().max() > 100 * self.tolerance

@@ -17,7 +17,7 @@ from mindie_mm.errors import LimitExceeded
 from mindie_mm.inputs import Media
 from mindie_mm.models import load_model
 from mindie_mm.nn.splice import plain_ids
-from tests.models.contract import PICTURES, FamilyContract, picture, refusals
+from tests.models.contract import IMAGE_PROMPTS, FamilyContract, noise, refusals
 from tests.models.references import PretrainedReference
 from tests.models.small_checkpoints import save_json, save_model, save_tokenizer
 from tests.transformers_reference import AutoTokenizer
@@ -42,8 +42,8 @@ class TestChameleon(FamilyContract):
     name = "chameleon"
     reference_class = Reference
     prompts: ClassVar = {
-        **PICTURES,
-        "an image of the size": [{"image": picture(32, 32)}],
+        **IMAGE_PROMPTS,
+        "an image of the size": [{"image": noise(32, 32)}],
     }
 
     @classmethod
@@ -80,10 +80,10 @@ class TestChameleon(FamilyContract):
         save_model(out, ChameleonForConditionalGeneration, config, ids("</s>"), ids("<pad>"))
         save_json(out, preprocessor_config=PIXELS, processor_config={"image_seq_length": FEATURES})
 
-    def test_pictures_become_the_references_image_tokens(self, reference, model, tokenizer, path_file):
+    def test_images_become_the_references_image_tokens(self, reference, model, tokenizer, path_file):
         """An image has the same tokens alone and in a batch. Each image must have many different tokens."""
-        pictures = [picture(50, 40), picture(33, 64)]
-        ids = [tokenizer.tokenize([{"image": image}], path_file) for image in pictures]
+        pixels = [noise(50, 40), noise(33, 64)]
+        ids = [tokenizer.tokenize([{"image": image}], path_file) for image in pixels]
         items = [item for each in ids for item in model.read(each.numpy())]
         pixels = torch.cat([model.normalized(item).cpu() for item in items])
         tokens = reference.model.get_image_tokens(pixels)
@@ -105,7 +105,7 @@ class TestChameleon(FamilyContract):
         assert (logits[:, :400] > -1e6).all()
 
     def test_chat_works_without_a_template_in_the_checkpoint(self, tokenizer, model, path_file):
-        image = picture(40, 40)
+        image = noise(40, 40)
         message = [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "Hm?"}]}]
         chat, plain = tokenizer.tokenize_chat(message, path_file), [{"image": image}, {"text": "\nHm?"}]
         found, expected = (ids.numpy() for ids in (chat, tokenizer.tokenize(plain, path_file)))

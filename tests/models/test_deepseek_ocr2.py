@@ -22,7 +22,7 @@ from mindie_mm.models import family_of, load_model
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.splice import plain_ids
 from mindie_mm.shm import release
-from tests.models.contract import ExtremeShapes, FamilyContract, picture, refusals
+from tests.models.contract import ExtremeShapes, FamilyContract, noise, refusals
 from tests.models.references import PretrainedReference
 from tests.models.small_checkpoints import save_json, save_model, save_tokenizer
 from tests.transformers_reference import AutoTokenizer
@@ -121,9 +121,9 @@ class TestDeepseekOCR2(ExtremeShapes, FamilyContract):
     chooses_experts = True
     prompts: ClassVar = {
         "text": [{"text": "What is in the image? A square, perhaps."}],
-        "one image": [{"image": picture(90, 70)}, {"text": "\n<|grounding|>What is it?"}],
-        "two images": [{"image": picture(20, 29)}, {"text": " and "}, {"image": picture(170, 90)}, {"text": "?"}],
-        "a long picture": [{"image": picture(9, 96)}, {"text": "Where?"}],
+        "one image": [{"image": noise(90, 70)}, {"text": "\n<|grounding|>What is it?"}],
+        "two images": [{"image": noise(20, 29)}, {"text": " and "}, {"image": noise(170, 90)}, {"text": "?"}],
+        "a long image": [{"image": noise(9, 96)}, {"text": "Where?"}],
     }
 
     @classmethod
@@ -136,7 +136,7 @@ class TestDeepseekOCR2(ExtremeShapes, FamilyContract):
         assert names == {*json.loads((PUBLISHED / "weight_names.json").read_text())}
 
     def test_a_chat_has_no_roles(self, reference, model, tokenizer, path_file):
-        pixels = picture(61, 83)
+        pixels = noise(61, 83)
         content = [{"type": "image", "image": pixels}, {"type": "text", "text": "<|grounding|>Convert the image. "}]
         ids = tokenizer.tokenize_chat([{"role": "user", "content": content}], path_file).numpy()
         text = "<image>\n<|grounding|>Convert the image."
@@ -158,7 +158,7 @@ class TestDeepseekOCR2(ExtremeShapes, FamilyContract):
 def test_global_attention_and_interpolated_positions_equal_the_references(tmp_path):
     write(tmp_path, num_hidden_layers=2, global_attn_indexes=[1])
     reference, contract, path_file = Reference(tmp_path), TestDeepseekOCR2(), tmp_path / "shm_name.txt"
-    contract.prompts = {"one image": [{"image": picture(90, 140)}, {"text": "?"}]}
+    contract.prompts = {"one image": [{"image": noise(90, 140)}, {"text": "?"}]}
     contract.assert_same(tmp_path, reference, path_file)
     release(path_file)
 
@@ -220,7 +220,7 @@ def test_the_published_layout_equals_transformers(published, tmp_path):
         settings: ClassVar = {}
 
     contract, path_file = TestDeepseekOCR2(), tmp_path / "shm_name.txt"
-    contract.prompts = {"one image": [{"image": picture(90, 769)}, {"text": "?"}], "text": [{"text": "a red square"}]}
+    contract.prompts = {"one image": [{"image": noise(90, 769)}, {"text": "?"}], "text": [{"text": "a red square"}]}
     contract.assert_same(published, FullSize(theirs), path_file)
     release(path_file)
 

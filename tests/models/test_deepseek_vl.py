@@ -11,7 +11,7 @@ from transformers import (
     SiglipVisionConfig,
 )
 
-from tests.models.contract import PICTURES, FamilyContract, picture, refusals
+from tests.models.contract import IMAGE_PROMPTS, FamilyContract, noise, refusals
 from tests.models.references import PretrainedReference
 from tests.models.small_checkpoints import TEXT, VISION, save_json, save_model, save_tokenizer
 from tests.transformers_reference import AutoTokenizer
@@ -56,8 +56,8 @@ class TestDeepseekVL(FamilyContract):
     write_checkpoint = staticmethod(write)
     reference_class = Reference
     prompts: ClassVar = {
-        **PICTURES,
-        "a line": [{"image": picture(500, 1)}, {"text": "Where?"}],
+        **IMAGE_PROMPTS,
+        "a line": [{"image": noise(500, 1)}, {"text": "Where?"}],
     }
 
     def test_logits_under_other_settings_equal_the_references(self, tmp_path, path_file):

@@ -19,7 +19,7 @@ from mindie_mm.media.image.tiles import best_canvas
 from mindie_mm.models import family_named, load_model
 from mindie_mm.models._deepseek_vl2_network import Gate
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from tests.models.contract import FamilyContract, picture
+from tests.models.contract import FamilyContract, noise
 from tests.models.golden import GOLDEN, GoldenReference, cases, drawn_weights, write_checkpoint
 from tests.warm import running_service
 
@@ -29,9 +29,9 @@ END = "<\uff5cend\u2581of\u2581sentence\uff5c>"
 ROLES = {"<|User|>": "user", "<|Assistant|>": "assistant"}
 
 
-def items_of(about, pictures):
+def items_of(about, files):
     """Return the items of all turns of the conversation, in order."""
-    images = iter(pictures)
+    images = iter(files)
     return [item for turn in about["conversation"] for item in turn_items(turn, images)]
 
 
@@ -107,14 +107,14 @@ class TestDeepseekVL2(DeepseekVL2Contract):
     cases = cases(folder, items_of)
     prompts: ClassVar = {name: case.items for name, case in cases.items()}
 
-    def test_each_of_three_pictures_has_one_tile(self, tokenized, model):
+    def test_each_of_three_images_has_one_tile(self, tokenized, model):
         grids = {name: [item.shape.grid for item in model.read(ids.numpy())] for name, ids in tokenized.items()}
         assert grids["two_images_interleaved"] == [(1, 1), (2, 2)]
         assert grids["three_images_no_tiling"] == [(1, 1)] * 3
         assert grids["tall_ref"] == [(1, 2)]
 
     def test_every_prompt_begins_with_one_bos(self, tokenizer, path_file):
-        items = [{"image": picture(30, 40)}, {"text": "What?"}]
+        items = [{"image": noise(30, 40)}, {"text": "What?"}]
         content = [{"type": kind, kind: value} for item in items for kind, value in item.items()]
         for ids in (
             tokenizer.tokenize(items, path_file),
@@ -125,14 +125,14 @@ class TestDeepseekVL2(DeepseekVL2Contract):
             assert ids[0] == BOS
             assert BOS not in ids[1:]
 
-    def test_a_line_ends_between_a_picture_and_its_question(self, path, tokenizer, path_file):
+    def test_a_line_ends_between_an_image_and_its_question(self, path, tokenizer, path_file):
         decode = family_named(self.name).tokenizer(Checkpoint.open(path)).decode
         for text in ("What?", "\nWhat?"):
-            content = [{"type": "image", "image": picture(30, 40)}, {"type": "text", "text": text}]
+            content = [{"type": "image", "image": noise(30, 40)}, {"type": "text", "text": text}]
             ids = tokenizer.tokenize_chat([{"role": "user", "content": content}], path_file).numpy()
             assert decode(ids[(ids != IMAGE) & (ids >= 0)][1:]) == "<|User|>: \nWhat?\n\n<|Assistant|>:"
 
-    def test_text_alone_cannot_make_a_picture_or_a_turn(self, tokenizer, path_file):
+    def test_text_alone_cannot_make_an_image_or_a_turn(self, tokenizer, path_file):
         text = [{"text": "<image><|User|>" + END}]
         assert IMAGE not in tokenizer.tokenize(text, path_file)
         assert not {EOS, IMAGE, 509} & set(tokenizer.tokenize(text, path_file, parse_special=False).tolist())
@@ -155,10 +155,10 @@ class TestDeepseekVL2(DeepseekVL2Contract):
             params = SamplingParams(max_tokens=2, temperature=0, logit_bias={IMAGE + 3: 100})
             assert llm.generate([[{"text": "a"}]], params)[0].text == "<|det|><|det|>"
 
-    def test_a_picture_too_long_for_any_view_is_refused(self, tokenizer, path_file):
+    def test_an_image_too_long_for_any_view_is_refused(self, tokenizer, path_file):
         with pytest.raises(LimitExceeded, match="800x1 pixels; the longer side must be at most 768 times"):
-            tokenizer.tokenize([{"image": picture(1, 800)}], path_file)
-        assert len(tokenizer.tokenize([{"image": picture(1, 760)}], path_file)) > 200
+            tokenizer.tokenize([{"image": noise(1, 800)}], path_file)
+        assert len(tokenizer.tokenize([{"image": noise(1, 760)}], path_file)) > 200
 
     @pytest.mark.parametrize(
         ("section", "change", "named"),

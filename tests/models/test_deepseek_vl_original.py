@@ -28,7 +28,7 @@ from mindie_mm.models import family_named
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.end_tokens import eos_token_ids
 from tests.models import test_deepseek_vl as plain
-from tests.models.contract import FamilyContract, picture, refusals, without_settings, without_weights
+from tests.models.contract import FamilyContract, noise, refusals, without_settings, without_weights
 from tests.models.references import Reference as BaseReference
 from tests.models.small_checkpoints import changed, save_json, save_tokenizer
 
@@ -218,7 +218,7 @@ class TestDeepseekVLOriginal(OriginalContract):
 
     def test_a_conversation_is_formatted_as_in_the_original(self, path, tokenizer, path_file):
         """Roles, separators and images have the same format as in deepseek-ai's code."""
-        image = {"type": "image", "image": picture(30, 30)}
+        image = {"type": "image", "image": noise(30, 30)}
         messages = [
             {"role": "user", "content": [{"type": "text", "text": " Look: "}, image, {"type": "text", "text": " ? "}]},
             {"role": "assistant", "content": "A square."},
@@ -243,7 +243,7 @@ class TestDeepseekVLOriginal(OriginalContract):
         (other / "model.safetensors").unlink()
         self.assert_same(other, reference, path_file)
 
-    def test_a_tower_may_normalise_pictures_if_the_processor_does_not(self, path, tmp_path, reference, path_file):
+    def test_a_tower_may_normalise_images_if_the_processor_does_not(self, path, tmp_path, reference, path_file):
         config = json.loads((path / "config.json").read_text())
         config["vision_config"]["params"] |= {"pixel_mean": [0.5, 0.4, 0.3], "pixel_std": [0.5, 0.5, 0.5]}
         other = changed(path, tmp_path / "other", "config", config)

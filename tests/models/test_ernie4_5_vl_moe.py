@@ -16,7 +16,7 @@ from mindie_mm.models import family_named
 from mindie_mm.models.ernie4_5_vl_moe import _clock
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.splice import plain_ids
-from tests.models.contract import ExtremeShapes, FamilyContract, clip, picture, refusals
+from tests.models.contract import ExtremeShapes, FamilyContract, clip, noise, refusals
 from tests.models.references import PretrainedReference
 from tests.models.small_checkpoints import changed, save_json, save_model, save_tokenizer
 from tests.models.test_qwen2_vl import TestQwen2VL as Qwen2VLContract
@@ -105,15 +105,15 @@ class TestErnie45VLMoe(ExtremeShapes, FamilyContract):
     assert_arrays = Qwen2VLContract.assert_arrays
     prompts: ClassVar = {
         "text": [{"text": "What is in the image? A square, perhaps."}],
-        "one image": [{"text": "Look: "}, {"image": picture(90, 140)}, {"text": "What is it?"}],
-        "two images": [{"image": picture(200, 290)}, {"text": " and "}, {"image": picture(170, 60)}, {"text": "?"}],
+        "one image": [{"text": "Look: "}, {"image": noise(90, 140)}, {"text": "What is it?"}],
+        "two images": [{"image": noise(200, 290)}, {"text": " and "}, {"image": noise(170, 60)}, {"text": "?"}],
         "a video": [{"video": clip(4, 64, 100)}, {"text": "Which way?"}],
         "mixed": [
-            {"image": picture(61, 83)},
+            {"image": noise(61, 83)},
             {"text": "then"},
             {"video": clip(5, 30, 50)},
             {"text": "then"},
-            {"image": picture(32, 32)},
+            {"image": noise(32, 32)},
         ],
     }
 
@@ -141,7 +141,7 @@ class TestErnie45VLMoe(ExtremeShapes, FamilyContract):
         save_model(out, Ernie4_5_VLMoeForConditionalGeneration, config, ids("</s>"), ids("<unk>"))
 
     def test_a_chat_is_rendered_as_the_reference_does(self, reference, model, tokenizer, path_file):
-        pixels, frames = picture(61, 83), clip(4, 64, 100)
+        pixels, frames = noise(61, 83), clip(4, 64, 100)
         content = [
             {"type": "image", "image": pixels},
             {"type": "video", "video": frames},

@@ -13,7 +13,7 @@ from transformers.models.florence2.processing_florence2 import Florence2Processo
 
 from mindie_mm.errors import InputError, UnsupportedCheckpoint
 from mindie_mm.models import load_model
-from tests.models.contract import picture, run
+from tests.models.contract import noise, run
 from tests.models.seq2seq_contract import Seq2SeqContract, Seq2SeqReference
 from tests.models.small_checkpoints import changed, save_json, save_tokenizer
 from tests.transformers_reference import AutoTokenizer
@@ -84,10 +84,10 @@ class TestFlorence2(Seq2SeqContract):
     decoder_input_ids = Florence2Reference.decoder_input_ids
     prompts: ClassVar = {
         "text": [{"text": "What is in the image? A square, perhaps."}],
-        "a task": [{"image": picture(90, 140)}, {"text": "<DETAILED_CAPTION>"}],
-        "a task on an input": [{"text": "<REGION_TO_OCR> <loc_7><loc_8> "}, {"image": picture(28, 28)}],
-        "a long picture": [{"image": picture(20, 900)}, {"text": "Where?"}],
-        "no question": [{"image": picture(61, 83)}, {"text": ""}],
+        "a task": [{"image": noise(90, 140)}, {"text": "<DETAILED_CAPTION>"}],
+        "a task on an input": [{"text": "<REGION_TO_OCR> <loc_7><loc_8> "}, {"image": noise(28, 28)}],
+        "a long image": [{"image": noise(20, 900)}, {"text": "Where?"}],
+        "no question": [{"image": noise(61, 83)}, {"text": ""}],
     }
 
     @classmethod
@@ -115,23 +115,23 @@ class TestFlorence2(Seq2SeqContract):
 
     def test_a_second_image_is_refused(self, tokenizer, path_file):
         with pytest.raises(InputError, match="2 items of kind image; the model's limit is 1"):
-            tokenizer.tokenize([{"image": picture(30, 30)}] * 2, path_file)
+            tokenizer.tokenize([{"image": noise(30, 30)}] * 2, path_file)
 
     def test_a_task_token_with_other_text_is_refused(self, tokenizer, path_file):
         with pytest.raises(InputError, match="<OD> does not accept further text"):
-            tokenizer.tokenize([{"image": picture(30, 30)}, {"text": "<OD> of cats"}], path_file)
+            tokenizer.tokenize([{"image": noise(30, 30)}, {"text": "<OD> of cats"}], path_file)
 
     def test_a_chat_of_more_than_one_message_is_refused(self, tokenizer, path_file):
-        image = {"type": "image", "image": picture(30, 30)}
+        image = {"type": "image", "image": noise(30, 30)}
         message = {"role": "user", "content": [{"type": "text", "text": "<CAPTION>"}, image]}
-        expected = tokenizer.tokenize([{"text": "<CAPTION>"}, {"image": picture(30, 30)}], path_file)
+        expected = tokenizer.tokenize([{"text": "<CAPTION>"}, {"image": noise(30, 30)}], path_file)
         assert tokenizer.tokenize_chat([message], path_file)[FEATURES:].tolist() == expected[FEATURES:].tolist()
         with pytest.raises(InputError, match="one message"):
             tokenizer.tokenize_chat([{"role": "system", "content": "Be brief."}, message], path_file)
 
     @pytest.mark.parametrize(("parse_special", "parsed"), [(False, []), (True, [EOS, BOS])])
     def test_text_can_spell_location_tokens(self, parse_special, parsed, tokenizer, path_file):
-        items = [{"image": picture(30, 30)}, {"text": "<loc_7></s><image><s><loc_8>"}]
+        items = [{"image": noise(30, 30)}, {"text": "<loc_7></s><image><s><loc_8>"}]
         text = tokenizer.tokenize(items, path_file, parse_special=parse_special)[FEATURES:].tolist()
         assert [token for token in text if token < len(TOKENS)] == [BOS, PLACE, *parsed, PLACE + 1, EOS]
 
@@ -174,7 +174,7 @@ class TestFlorence2(Seq2SeqContract):
     @pytest.mark.slow
     def test_the_openai_client_is_answered(self, path, model, tokenizer, path_file, tmp_path):
         """The test covers usage, log-probabilities, streams, stop strings, refusals and a client that disconnects."""
-        pixels = picture(50, 70)
+        pixels = noise(50, 70)
         drawn = {"type": "image_url", "image_url": {"url": data_url(Image.fromarray(pixels))}}
         content = [drawn, {"type": "text", "text": "<CAPTION>"}]
         likely = {PLACE: 50.0, PLACE + 1: 50.0}

@@ -18,7 +18,7 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.text.detokenizer import load_tokenizer
 from tests.models import test_florence2 as plain
-from tests.models.contract import picture, run
+from tests.models.contract import noise, run
 from tests.models.seq2seq_contract import Seq2SeqContract
 from tests.models.small_checkpoints import changed, save_json, save_tokenizer
 from tests.models.test_florence2 import FEATURES, SIDE, Florence2Reference
@@ -308,7 +308,7 @@ class TestFlorence2Original(Seq2SeqContract):
     def test_locations_are_tokens_in_prompts_and_answers(self, path, tokenizer, path_file):
         """Location tokens that tokenizer.json lacks are added. Their ids follow the last id in tokenizer.json."""
         first = json.loads((path / "config.json").read_text())["vocab_size"] - len(ADDED)
-        items = [{"image": picture(30, 30)}, {"text": "<loc_7></s><image><s><od><and>"}]
+        items = [{"image": noise(30, 30)}, {"text": "<loc_7></s><image><s><od><and>"}]
         text = tokenizer.tokenize(items, path_file, parse_special=False)[FEATURES:].tolist()
         spelled = [first + 4 + 7, first, first + len(ADDED) - 1]
         assert [token for token in text if token < len(TOKENS) or token >= first] == [BOS, *spelled, EOS]
@@ -318,7 +318,7 @@ class TestFlorence2Original(Seq2SeqContract):
     def test_the_placeholder_without_an_image_is_refused(self, model, path, path_file, tokenizer):
         engine = self.engine(model)
         beyond = model.spec.vocab_size
-        for ids in ([BOS, beyond, EOS], [*tokenizer.tokenize([{"image": picture(30, 30)}, {"text": "?"}], path_file)]):
+        for ids in ([BOS, beyond, EOS], [*tokenizer.tokenize([{"image": noise(30, 30)}, {"text": "?"}], path_file)]):
             _, errors = run(engine, [torch.tensor([beyond, *ids] if len(ids) > 3 else ids)], max_tokens=2)
             (error,) = errors.values()
             assert error.name == "TokenOutOfRange"

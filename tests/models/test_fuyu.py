@@ -13,7 +13,7 @@ from mindie_mm.inputs import Embeddings, Media
 from mindie_mm.models import family_named
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.tokenize import Tokenizer as OurTokenizer
-from tests.models.contract import ExtremeShapes, FamilyContract, picture
+from tests.models.contract import ExtremeShapes, FamilyContract, noise
 from tests.models.references import Reference as BaseReference
 from tests.models.small_checkpoints import changed, read_model, save_json, save_model
 from tests.transformers_reference import AutoTokenizer
@@ -65,12 +65,12 @@ class TestFuyu(ExtremeShapes, FamilyContract):
     unspelled = True
     prompts: ClassVar = {
         "text": [{"text": "What is in the image? A square, perhaps."}],
-        "one image": [{"image": picture(30, 44)}, {"text": "What is it?"}],
-        "in the middle of a text": [{"text": "Look: "}, {"image": picture(48, 80)}, {"text": " what is it?\n"}],
-        "a large image": [{"image": picture(190, 140)}, {"text": "Describe it."}],
-        "a long picture": [{"image": picture(20, 900)}, {"text": "Where?"}],
-        "a high picture": [{"image": picture(700, 15)}, {"text": "Where?"}],
-        "no question": [{"image": picture(30, 44)}, {"text": ""}],
+        "one image": [{"image": noise(30, 44)}, {"text": "What is it?"}],
+        "in the middle of a text": [{"text": "Look: "}, {"image": noise(48, 80)}, {"text": " what is it?\n"}],
+        "a large image": [{"image": noise(190, 140)}, {"text": "Describe it."}],
+        "a long image": [{"image": noise(20, 900)}, {"text": "Where?"}],
+        "a high image": [{"image": noise(700, 15)}, {"text": "Where?"}],
+        "no question": [{"image": noise(30, 44)}, {"text": ""}],
     }
 
     @classmethod
@@ -95,29 +95,29 @@ class TestFuyu(ExtremeShapes, FamilyContract):
 
     def test_a_second_image_is_refused(self, tokenizer, path_file):
         with pytest.raises(LimitExceeded, match=r"2 items of kind image.*limit is 1"):
-            tokenizer.tokenize([{"image": picture(9, 9)}, {"image": picture(8, 8)}], path_file)
+            tokenizer.tokenize([{"image": noise(9, 9)}, {"image": noise(8, 8)}], path_file)
 
     @pytest.mark.parametrize("spelled", ["|SPEAKER|", "|NEWLINE|", "<0x04>", "<s>", "|ENDOFTEXT|", "<<s>"])
     def test_text_makes_no_control_token_from_a_piece_of_the_vocabulary(self, spelled, path, tokenizer, path_file):
         """No text produces a control token, although the tokenizer's own pieces include control tokens."""
         vocabulary = family_named("fuyu").tokenizer(Checkpoint.open(path)).get_vocab()
-        items = [{"image": picture(30, 40)}, {"text": f"a {spelled} b"}]
-        plain = [{"image": picture(30, 40)}, {"text": "a b"}]
+        items = [{"image": noise(30, 40)}, {"text": f"a {spelled} b"}]
+        plain = [{"image": noise(30, 40)}, {"text": "a b"}]
         ids, other = (tokenizer.tokenize(one, path_file, parse_special=False).tolist() for one in (items, plain))
         control = vocabulary[spelled.removeprefix("<") if spelled == "<<s>" else spelled]
         assert ids.count(control) == other.count(control)
         assert len(ids) > len(other) + 3
 
     def test_an_image_whose_resized_side_would_be_zero_is_refused(self, processor):
-        line = picture(1, 900)
+        line = noise(1, 900)
         with pytest.raises(LimitExceeded, match="900x1"):
             processor.plan(Media("image", line), line, {})
 
     def test_chat_works_without_a_template_in_the_checkpoint(self, path, tokenizer, model, path_file):
-        message = [{"role": "user", "content": [{"type": "image", "image": picture(20, 20)}, {"type": "text", "text": "Hm?"}]}]  # fmt: skip # noqa: E501
+        message = [{"role": "user", "content": [{"type": "image", "image": noise(20, 20)}, {"type": "text", "text": "Hm?"}]}]  # fmt: skip # noqa: E501
         assert OurTokenizer.from_pretrained(path).has_template
         chat = tokenizer.tokenize_chat(message, path_file)
-        plain = tokenizer.tokenize([{"image": picture(20, 20)}, {"text": "Hm?\n"}], path_file)
+        plain = tokenizer.tokenize([{"image": noise(20, 20)}, {"text": "Hm?\n"}], path_file)
         assert (model.logits(chat) - model.logits(plain)).abs().max() == 0
 
     @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from mindie_mm.nn.splice import plain_ids
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.prompt import PromptOptions
 from mindie_mm.tokenize.requests import TokenizeRequest
-from tests.models.contract import PICTURES, ExtremeShapes, FamilyContract, picture, refusals
+from tests.models.contract import IMAGE_PROMPTS, ExtremeShapes, FamilyContract, noise, refusals
 from tests.models.references import Reference as BaseReference
 from tests.models.small_checkpoints import TEXT, VISION, read_model, save_json, save_model, save_tokenizer
 from tests.transformers_reference import AutoTokenizer
@@ -104,13 +104,13 @@ class Reference(BaseReference):
 
 
 PROMPTS = {
-    **PICTURES,
-    "a tall picture": [{"image": picture(300, 7)}, {"text": "Where?"}],
-    "an image across the window's edge": [{"text": "0123"}, {"image": picture(61, 83)}, {"text": "0" * 40}],
+    **IMAGE_PROMPTS,
+    "a tall image": [{"image": noise(300, 7)}, {"text": "Where?"}],
+    "an image across the window's edge": [{"text": "0123"}, {"image": noise(61, 83)}, {"text": "0" * 40}],
     "images beyond the window": [
         {"text": "9" * 50},
-        {"image": picture(56, 56)},
-        {"image": picture(40, 50)},
+        {"image": noise(56, 56)},
+        {"image": noise(40, 50)},
         {"text": "012345"},
     ],
 }
@@ -175,7 +175,7 @@ class TestGemma3(ExtremeShapes, FamilyContract):
         for height in range(1, 200, 3):
             for width in range(1, 200, 2):
                 expected = images.pan_and_scan_batched(torch.empty(1, 3, height, width, device="meta"), **arguments)
-                pixels = picture(1, 1).repeat(height, 0).repeat(width, 1)
+                pixels = noise(1, 1).repeat(height, 0).repeat(width, 1)
                 plan, _ = processor.plan(Media("image", pixels), pixels, {"image": 1})
                 assert plan.grid == ((len(expected),) if expected else ()), (height, width)
                 found = [pixels[crop].shape for crop in processor.crops(height, width)]

@@ -20,7 +20,7 @@ from mindie_mm.errors import InputError, MediaError
 from mindie_mm.inputs import Media
 from mindie_mm.models._timm import import_timm
 from mindie_mm.nn.paged_cache import KVLayer, SharedLayer
-from tests.models.contract import PICTURES, ExtremeShapes, FamilyContract, picture, refusals
+from tests.models.contract import IMAGE_PROMPTS, ExtremeShapes, FamilyContract, noise, refusals
 from tests.models.references import Reference as BaseReference
 from tests.models.small_checkpoints import read_model, save_json, save_model, save_tokenizer
 from tests.sound_samples import tone
@@ -168,13 +168,13 @@ class Reference(BaseReference):
 
 
 PROMPTS = {
-    **{name: PICTURES[name] for name in ("text", "one image", "a long picture")},
+    **{name: IMAGE_PROMPTS[name] for name in ("text", "one image", "a long image")},
     "an audio clip": [{"audio": tone(0.61)}, {"text": "What is said?"}],
     "everything": [
         {"audio": tone(0.3)},
-        {"image": picture(50, 70)},
+        {"image": noise(50, 70)},
         {"text": " and "},
-        {"image": picture(90, 40)},
+        {"image": noise(90, 40)},
         {"audio": tone(0.3)[::-1].copy()},
         {"text": "?"},
     ],

@@ -28,7 +28,7 @@ from mindie_mm.models import load_model
 from mindie_mm.nn.paged_cache import KVLayer, SharedLayer
 from mindie_mm.settings.config import EngineConfig
 from mindie_mm.tokenize import Tokenizer
-from tests.models.contract import PICTURES, ExtremeShapes, FamilyContract, clip, picture, refusals, run
+from tests.models.contract import IMAGE_PROMPTS, ExtremeShapes, FamilyContract, clip, noise, refusals, run
 from tests.models.references import Reference as BaseReference
 from tests.models.small_checkpoints import changed, read_model, save_json, save_model, save_tokenizer
 from tests.sound_samples import tone
@@ -164,12 +164,12 @@ class Reference(BaseReference):
 
 
 PROMPTS = {
-    **{name: PICTURES[name] for name in ("text", "one image", "a long picture")},
+    **{name: IMAGE_PROMPTS[name] for name in ("text", "one image", "a long image")},
     "a video": [{"text": "Watch: "}, {"video": clip(3, 60, 80)}, {"text": "What happens?"}],
     "an audio clip": [{"audio": tone(0.61)}, {"text": "What is said?"}],
     "everything": [
         {"audio": tone(0.3)},
-        {"image": picture(50, 70)},
+        {"image": noise(50, 70)},
         {"text": " and "},
         {"video": clip(2, 40, 40)},
         {"audio": tone(0.9)},

@@ -22,7 +22,7 @@ from mindie_mm.errors import InputError
 from mindie_mm.inputs import Media, MediaOptions
 from mindie_mm.nn.splice import plain_ids
 from tests.media_samples import decode_all, encode_video, moving_frames
-from tests.models.contract import ExtremeShapes, FamilyContract, clip, picture, refusals
+from tests.models.contract import ExtremeShapes, FamilyContract, clip, noise, refusals
 from tests.models.references import PretrainedReference
 from tests.models.small_checkpoints import save_json, save_model, save_tokenizer
 from tests.models.test_qwen2_vl import TestQwen2VL as Qwen2VLContract
@@ -106,16 +106,16 @@ class GlmContract(ExtremeShapes, FamilyContract):
 
     prompts: ClassVar = {
         "text": [{"text": "What is in the image? A square, perhaps."}],
-        "one image": [{"text": "Look: "}, {"image": picture(90, 140)}, {"text": "What is it?"}],
-        "two images": [{"image": picture(200, 290)}, {"text": " and "}, {"image": picture(170, 60)}, {"text": "?"}],
-        "a long picture": [{"image": picture(20, 900)}, {"text": "Where?"}],
+        "one image": [{"text": "Look: "}, {"image": noise(90, 140)}, {"text": "What is it?"}],
+        "two images": [{"image": noise(200, 290)}, {"text": " and "}, {"image": noise(170, 60)}, {"text": "?"}],
+        "a long image": [{"image": noise(20, 900)}, {"text": "Where?"}],
         "a video": [{"video": clip(4, 64, 100)}, {"text": "Which way?"}],
         "mixed": [
-            {"image": picture(61, 83)},
+            {"image": noise(61, 83)},
             {"text": "then"},
             {"video": clip(5, 30, 20)},
             {"text": "then"},
-            {"image": picture(32, 32)},
+            {"image": noise(32, 32)},
         ],
     }
     assert_arrays = Qwen2VLContract.assert_arrays

@@ -11,7 +11,7 @@ from transformers import HunYuanVLConfig, HunYuanVLForConditionalGeneration
 
 from mindie_mm.errors import LimitExceeded
 from mindie_mm.inputs import Media
-from tests.models.contract import PICTURES, ExtremeShapes, FamilyContract, picture, refusals
+from tests.models.contract import IMAGE_PROMPTS, ExtremeShapes, FamilyContract, noise, refusals
 from tests.models.references import PretrainedReference
 from tests.models.small_checkpoints import changed, save_json, save_model, save_tokenizer
 from tests.transformers_reference import AutoTokenizer
@@ -74,7 +74,7 @@ class Reference(PretrainedReference):
 class TestHunYuanVL(ExtremeShapes, FamilyContract):
     name = "hunyuan_vl"
     reference_class = Reference
-    prompts: ClassVar = {**PICTURES, "two images": [*PICTURES["two images"][:2], {"image": picture(170, 260)}]}
+    prompts: ClassVar = {**IMAGE_PROMPTS, "two images": [*IMAGE_PROMPTS["two images"][:2], {"image": noise(170, 260)}]}
 
     @classmethod
     def write_checkpoint(cls, out):
@@ -117,8 +117,8 @@ class TestHunYuanVL(ExtremeShapes, FamilyContract):
         assert "model.layers.0.self_attn.query_layernorm.weight" in weights
         self.assert_same(out, reference, path_file)
 
-    def test_an_elongated_picture_is_refused(self, processor):
-        pixels = picture(20, 4020)
+    def test_an_elongated_image_is_refused(self, processor):
+        pixels = noise(20, 4020)
         with pytest.raises(LimitExceeded, match=r"4020x20 pixels.*at most 200 times"):
             processor.plan(Media("image", pixels), pixels, {"image": 1})
 

@@ -14,7 +14,7 @@ from transformers import (
 from transformers.models.idefics3.image_processing_idefics3 import get_resize_output_image_size
 
 from mindie_mm.models._idefics import resized
-from tests.models.contract import PICTURES, ExtremeShapes, FamilyContract, picture, refusals
+from tests.models.contract import IMAGE_PROMPTS, ExtremeShapes, FamilyContract, noise, refusals
 from tests.models.references import PretrainedReference
 from tests.models.small_checkpoints import TEXT, VISION, save_json, save_model, save_tokenizer
 from tests.transformers_reference import AutoTokenizer
@@ -52,8 +52,8 @@ class Reference(PretrainedReference):
 
 
 PROMPTS = {
-    **PICTURES,
-    "a tall picture": [{"image": picture(300, 7)}, {"text": "Where?"}],
+    **IMAGE_PROMPTS,
+    "a tall image": [{"image": noise(300, 7)}, {"text": "Where?"}],
 }
 
 

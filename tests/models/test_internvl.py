@@ -25,7 +25,7 @@ from mindie_mm.models import load_model
 from mindie_mm.nn.splice import plain_ids
 from mindie_mm.tokenize import Tokenizer
 from tests.media_samples import decode_all, encode_video, moving_frames
-from tests.models.contract import PICTURES, ExtremeShapes, FamilyContract, clip, picture, refusals
+from tests.models.contract import IMAGE_PROMPTS, ExtremeShapes, FamilyContract, clip, noise, refusals
 from tests.models.mindie_contract import MindIEContract
 from tests.models.references import PretrainedReference
 from tests.models.small_checkpoints import TEXT, VISION, save_json, save_model, save_tokenizer, without_token
@@ -82,16 +82,16 @@ class TestInternVL(MindIEContract, ExtremeShapes, FamilyContract):
     name = "internvl"
     mindie_layout = "internvl"
     mindie_prompts = (
-        [{"image": picture(20, 29)}, {"text": " and "}, {"image": picture(170, 60)}, {"text": "?"}],
-        [{"image": picture(61, 83)}, {"text": "then"}, {"video": clip(3, 28, 90)}, {"image": picture(8, 8)}],
+        [{"image": noise(20, 29)}, {"text": " and "}, {"image": noise(170, 60)}, {"text": "?"}],
+        [{"image": noise(61, 83)}, {"text": "then"}, {"video": clip(3, 28, 90)}, {"image": noise(8, 8)}],
     )
     mindie_start = "<img>"
     write_checkpoint = staticmethod(write)
     reference_class = Reference
     prompts: ClassVar = {
-        **PICTURES,
+        **IMAGE_PROMPTS,
         "a video": [{"video": clip(5, 50, 40)}, {"text": "Which way?"}],
-        "mixed": [{"image": picture(61, 83)}, {"text": "then"}, {"video": clip(3, 28, 90)}, {"image": picture(8, 8)}],
+        "mixed": [{"image": noise(61, 83)}, {"text": "then"}, {"video": clip(3, 28, 90)}, {"image": noise(8, 8)}],
     }
 
     def mindie_arrays(self, prompt, items, model, ids):
@@ -168,7 +168,7 @@ class TestInternVL(MindIEContract, ExtremeShapes, FamilyContract):
         self.assert_same(tmp_path, Reference(tmp_path), path_file)
 
     def test_chat_ids_equal_the_references(self, tokenizer, reference, model, path_file):
-        image, video = picture(40, 90), clip(2, 28, 28)
+        image, video = noise(40, 90), clip(2, 28, 28)
         content = [
             {"type": "image", "image": image},
             {"type": "video", "video": video},

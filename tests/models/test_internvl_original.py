@@ -27,7 +27,7 @@ from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.models import load_model
 from mindie_mm.nn.splice import plain_ids
 from tests.models import test_internvl as plain
-from tests.models.contract import ExtremeShapes, FamilyContract, picture
+from tests.models.contract import ExtremeShapes, FamilyContract, noise
 from tests.models.references import Reference as BaseReference
 from tests.models.small_checkpoints import changed, save_json, save_tokenizer
 from tests.models.test_internvl import TOKENS
@@ -298,13 +298,13 @@ class TestInternVLOriginal(ExtremeShapes, FamilyContract):
     def test_other_language_models_are_served(self, language, tmp_path, path_file):
         self.assert_same(tmp_path, write(tmp_path, language), path_file)
 
-    def test_the_6b_tower_and_one_tile_per_picture_are_served(self, tmp_path, path_file):
+    def test_the_6b_tower_and_one_tile_per_image_are_served(self, tmp_path, path_file):
         vision = {"norm_type": "rms_norm", "qk_normalization": True, "qkv_bias": False}
         vision = PUBLISHED["vision_config"] | VISION | vision
         self.assert_same(tmp_path, write(tmp_path, vision_config=vision, dynamic_image_size=False), path_file)
 
     def test_a_conversation_is_formatted_as_in_the_conversion_script(self, reference, model, tokenizer, path_file):
-        image = picture(40, 90)
+        image = noise(40, 90)
         messages = [
             {"role": "system", "content": "Be brief."},
             {"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "Hm?"}]},

@@ -26,7 +26,7 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.splice import plain_ids
 from mindie_mm.tokenize import Tokenizer
 from tests.media_samples import decode_all, encode_video, moving_frames
-from tests.models.contract import ExtremeShapes, FamilyContract, clip, picture, refusals
+from tests.models.contract import ExtremeShapes, FamilyContract, clip, noise, refusals
 from tests.models.references import PretrainedReference
 from tests.models.small_checkpoints import save_json, save_model, save_tokenizer
 from tests.transformers_reference import AutoTokenizer, VideoMetadata
@@ -138,16 +138,16 @@ class TestKimiK25(ExtremeShapes, FamilyContract):
     int8_tolerance = 0.15  # the tower and the latents are narrow
     prompts: ClassVar = {
         "text": [{"text": "What is in the image? A square, perhaps."}],
-        "one image": [{"text": "Look: "}, {"image": picture(90, 140)}, {"text": "What is it?"}],
-        "two images": [{"image": picture(200, 290)}, {"text": " and "}, {"image": picture(170, 60)}, {"text": "?"}],
-        "a long picture": [{"image": picture(20, 900)}, {"text": "Where?"}],
+        "one image": [{"text": "Look: "}, {"image": noise(90, 140)}, {"text": "What is it?"}],
+        "two images": [{"image": noise(200, 290)}, {"text": " and "}, {"image": noise(170, 60)}, {"text": "?"}],
+        "a long image": [{"image": noise(20, 900)}, {"text": "Where?"}],
         "a video": [{"video": clip(4, 64, 100)}, {"text": "Which way?"}],
         "mixed": [
-            {"image": picture(61, 83)},
+            {"image": noise(61, 83)},
             {"text": "then"},
             {"video": clip(6, 30, 20)},
             {"text": "then"},
-            {"image": picture(28, 28)},
+            {"image": noise(28, 28)},
         ],
     }
 

@@ -10,7 +10,7 @@ from mindie_mm.errors import LimitExceeded
 from mindie_mm.inputs import Media
 from mindie_mm.models import load_model
 from mindie_mm.nn.splice import plain_ids
-from tests.models.contract import PICTURES, FamilyContract, picture, refusals
+from tests.models.contract import IMAGE_PROMPTS, FamilyContract, noise, refusals
 from tests.models.references import PretrainedReference
 from tests.models.small_checkpoints import changed, save_json, save_model, save_tokenizer
 from tests.transformers_reference import AutoTokenizer
@@ -85,7 +85,7 @@ class TestLfm2VL(FamilyContract):
     write_checkpoint = staticmethod(write)
     int8_tolerance = 0.15  # 0.12 was measured, because a short convolution multiplies three quantized results
     reference_class = Reference
-    prompts: ClassVar = {**PICTURES, "a long picture": [{"image": picture(20, 300)}, {"text": "Where?"}]}
+    prompts: ClassVar = {**IMAGE_PROMPTS, "a long image": [{"image": noise(20, 300)}, {"text": "Where?"}]}
 
     def test_images_of_any_size_have_the_references_ids(self, reference, model, tokenizer, path_file):
         for height, width in (
@@ -99,7 +99,7 @@ class TestLfm2VL(FamilyContract):
             (65, 400),
             (400, 401),
         ):
-            items = [{"image": picture(height, width)}, {"text": "?"}]
+            items = [{"image": noise(height, width)}, {"text": "?"}]
             expected = reference.inputs(items)
             ids = tokenizer.tokenize(items, path_file).numpy()
             media = model.read(ids)
@@ -107,7 +107,7 @@ class TestLfm2VL(FamilyContract):
             self.assert_arrays(expected, media, model)
 
     def test_images_that_would_take_too_many_tokens_are_refused(self, processor):
-        image = picture(1, 400)
+        image = noise(1, 400)
         with pytest.raises(LimitExceeded, match=r"400x1 pixels.* the limit is 30 \(max_image_tokens\)"):
             processor.plan(Media("image", image), image, {})
 

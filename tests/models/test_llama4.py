@@ -17,7 +17,7 @@ from transformers.models.llama4.image_processing_llama4 import (
 )
 
 from mindie_mm.models.llama4 import _best_canvas, _canvases, _fitted
-from tests.models.contract import PICTURES, ExtremeShapes, FamilyContract, picture, refusals
+from tests.models.contract import IMAGE_PROMPTS, ExtremeShapes, FamilyContract, noise, refusals
 from tests.models.references import PretrainedReference
 from tests.models.small_checkpoints import TEXT, changed, save_json, save_model, save_tokenizer
 from tests.transformers_reference import AutoTokenizer
@@ -109,7 +109,7 @@ class TestLlama4(ExtremeShapes, FamilyContract):
     name = "llama4"
     write_checkpoint = staticmethod(write)
     reference_class = Reference
-    prompts: ClassVar = {**PICTURES, "a tall picture": [{"image": picture(300, 7)}, {"text": "Where?"}]}
+    prompts: ClassVar = {**IMAGE_PROMPTS, "a tall image": [{"image": noise(300, 7)}, {"text": "Where?"}]}
     chooses_experts = True
 
     @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ class TestLlama4(ExtremeShapes, FamilyContract):
     )
     def test_logits_under_other_settings_equal_the_references(self, text, pixels, tmp_path, path_file):
         write(tmp_path, {**PIXELS, **pixels}, text)
-        self.prompts = {"one image": PICTURES["one image"]}
+        self.prompts = {"one image": IMAGE_PROMPTS["one image"]}
         self.assert_same(tmp_path, Reference(tmp_path), path_file)
 
     @pytest.mark.parametrize("largest", [False, True])
@@ -156,7 +156,7 @@ class TestLlama4(ExtremeShapes, FamilyContract):
         out = changed(
             path, tmp_path / "other", "config", {"text_config": {**config["text_config"], "attn_temperature_tuning": 4}}
         )
-        self.prompts = {"text": PICTURES["text"]}
+        self.prompts = {"text": IMAGE_PROMPTS["text"]}
         self.assert_same(out, reference, path_file)
 
     test_unsupported_settings_are_refused_by_name = refusals(

@@ -18,7 +18,7 @@ from mindie_mm.errors import LimitExceeded
 from mindie_mm.inputs import Media
 from mindie_mm.models import load_model
 from tests.lora_samples import linear_names, write_adapter
-from tests.models.contract import PICTURES, FamilyContract, picture, refusals
+from tests.models.contract import IMAGE_PROMPTS, FamilyContract, noise, refusals
 from tests.models.references import PretrainedReference
 from tests.models.small_checkpoints import TEXT, VISION, save_json, save_model, save_tokenizer
 from tests.transformers_reference import AutoTokenizer
@@ -57,8 +57,8 @@ class SiglipReference(Reference):
 
 
 PROMPTS = {
-    **PICTURES,
-    "an image of the size": [{"image": picture(28, 28)}],
+    **IMAGE_PROMPTS,
+    "an image of the size": [{"image": noise(28, 28)}],
 }
 
 
@@ -112,7 +112,7 @@ class TestLlava(FamilyContract):
         self.assert_same(tmp_path, SiglipReference(tmp_path), path_file)
 
     def test_an_image_that_would_become_enormous_is_refused(self, processor):
-        line = picture(1, 300_000)
+        line = noise(1, 300_000)
         with pytest.raises(LimitExceeded, match="resized to 8400000x28"):
             processor.plan(Media("image", line), line, {})
 

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from mindie_mm.errors import InputError
-from tests.models.contract import PICTURES, ExtremeShapes, FamilyContract, picture, refusals
+from tests.models.contract import IMAGE_PROMPTS, ExtremeShapes, FamilyContract, noise, refusals
 from tests.models.mindie_contract import MindIEContract
 from tests.models.references import PretrainedReference
 from tests.models.small_checkpoints import TEXT, VISION, changed, save_json, save_model, save_tokenizer
@@ -51,18 +51,18 @@ class TestLlavaNext(MindIEContract, ExtremeShapes, FamilyContract):
     name = "llava_next"
     mindie_layout = "llava_next"
     mindie_prompts = (
-        [{"text": "Look: "}, {"image": picture(40, 61)}, {"text": " and "}, {"image": picture(300, 280)}],
-        [{"image": picture(56, 56)}],
+        [{"text": "Look: "}, {"image": noise(40, 61)}, {"text": " and "}, {"image": noise(300, 280)}],
+        [{"image": noise(56, 56)}],
     )
     mindie_tolerance = 0.02  # of float16 pixels
     write_checkpoint = staticmethod(write)
     reference_class = Reference
     prompts: ClassVar = {
-        **PICTURES,
-        "a tall picture": [{"image": picture(300, 7)}, {"text": "Where?"}],
-        "an image of a canvas": [{"image": picture(56, 56)}],
-        "a line, of which nothing is left on any canvas": [{"image": picture(1, 1100)}, {"text": "Where?"}],
-        "of every shape": [{"image": picture(29 + 13 * i, 100 - 11 * i)} for i in range(7)],
+        **IMAGE_PROMPTS,
+        "a tall image": [{"image": noise(300, 7)}, {"text": "Where?"}],
+        "an image of a canvas": [{"image": noise(56, 56)}],
+        "a line, of which nothing is left on any canvas": [{"image": noise(1, 1100)}, {"text": "Where?"}],
+        "of every shape": [{"image": noise(29 + 13 * i, 100 - 11 * i)} for i in range(7)],
     }
 
     def mindie_arrays(self, prompt, items, model, ids):
@@ -78,7 +78,7 @@ class TestLlavaNext(MindIEContract, ExtremeShapes, FamilyContract):
     def test_proportions_that_mindie_miscounts_are_refused(self, mindie, path_file):
         """MindIE exchanges the rows and columns of a canvas that is not square."""
         with pytest.raises(InputError, match=r"media item 1 \(image\): MindIE's workers cannot read this image"):
-            mindie.tokenize([{"image": picture(56, 56)}, {"image": picture(40, 100)}], path_file)
+            mindie.tokenize([{"image": noise(56, 56)}, {"image": noise(40, 100)}], path_file)
         assert not path_file.exists()
 
     @pytest.mark.parametrize(

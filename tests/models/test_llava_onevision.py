@@ -23,7 +23,7 @@ from mindie_mm.errors import InputError, LimitExceeded
 from mindie_mm.inputs import Media, MediaOptions
 from mindie_mm.settings.config import MediaCaps
 from tests.media_samples import decode_all, encode_video, moving_frames
-from tests.models.contract import PICTURES, ExtremeShapes, FamilyContract, Unpacked, clip, picture, refusals
+from tests.models.contract import IMAGE_PROMPTS, ExtremeShapes, FamilyContract, Unpacked, clip, noise, refusals
 from tests.models.references import PretrainedReference
 from tests.models.small_checkpoints import TEXT, VISION, save_json, save_model, save_tokenizer
 from tests.transformers_reference import AutoTokenizer
@@ -71,13 +71,13 @@ class TestLlavaOnevision(ExtremeShapes, FamilyContract):
     write_checkpoint = staticmethod(write)
     reference_class = Reference
     prompts: ClassVar = {
-        **PICTURES,
-        "an image that is shrunk": [{"image": picture(112, 107)}, {"text": "What is it?"}],
-        "a tall picture": [{"image": picture(300, 7)}, {"text": "Where?"}],
-        "a line, of which nothing is left on any canvas": [{"image": picture(1, 1100)}, {"text": "Where?"}],
+        **IMAGE_PROMPTS,
+        "an image that is shrunk": [{"image": noise(112, 107)}, {"text": "What is it?"}],
+        "a tall image": [{"image": noise(300, 7)}, {"text": "Where?"}],
+        "a line, of which nothing is left on any canvas": [{"image": noise(1, 1100)}, {"text": "Where?"}],
         "a video": [{"video": clip(5, 50, 40)}, {"text": "Which way?"}],
-        "mixed": [{"image": picture(61, 83)}, {"text": "then"}, {"video": clip(3, 28, 90)}, {"text": "then"}],
-        "mixed, two images": [{"image": picture(9, 9)}, {"video": clip(1, 28, 28)}, {"image": picture(33, 40)}],
+        "mixed": [{"image": noise(61, 83)}, {"text": "then"}, {"video": clip(3, 28, 90)}, {"text": "then"}],
+        "mixed, two images": [{"image": noise(9, 9)}, {"video": clip(1, 28, 28)}, {"image": noise(33, 40)}],
     }
 
     not_batched: ClassVar = ("mixed", "mixed, two images")
@@ -89,7 +89,7 @@ class TestLlavaOnevision(ExtremeShapes, FamilyContract):
 
     def test_only_plans_of_images_depend_on_the_number_of_items(self, processor):
         """A plan that does not depend on them may be kept for prompts with other numbers of items."""
-        image, video = picture(40, 30), encode_video(moving_frames(3), fps=2)
+        image, video = noise(40, 30), encode_video(moving_frames(3), fps=2)
         for kind, data, expected in (("image", image, True), ("video", video, False)):
             plan, _ = plan_item(processor, Media(kind, data), data, {"image": 1, "video": 1}, MediaCaps())
             assert plan.by_counts == expected, kind

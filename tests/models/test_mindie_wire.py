@@ -416,9 +416,9 @@ def test_an_unknown_wire_is_refused(random_checkpoint):
 def test_a_mindie_tokenizer_has_the_interface_of_mindies_router(random_checkpoint, mindie, tmp_path):
     """`tokenize` makes one user turn, and `make_context` a conversation. Unknown arguments have no effect."""
     (tmp_path / "image").mkdir()
-    picture, path_file = tmp_path / "image" / "1.png", tmp_path / "shm_name.txt"
-    photograph("chelsea.png", (150, 120)).save(picture)
-    inputs = [{"image": str(picture)}, {"text": "What is it?"}]
+    image, path_file = tmp_path / "image" / "1.png", tmp_path / "shm_name.txt"
+    photograph("chelsea.png", (150, 120)).save(image)
+    inputs = [{"image": str(image)}, {"text": "What is it?"}]
     history = [{"role": "user", "content": "Hello"}, {"role": "user", "content": inputs}]
     with MindIETokenizer.from_pretrained(random_checkpoint) as tokenizer:
         assert tokenizer.is_multimodal is True  # MindIE's routers read it

@@ -15,7 +15,7 @@ from transformers import (
 from mindie_mm.errors import LimitExceeded
 from mindie_mm.inputs import Media
 from mindie_mm.nn.splice import plain_ids
-from tests.models.contract import FamilyContract, clip, picture, refusals
+from tests.models.contract import FamilyContract, clip, noise, refusals
 from tests.models.references import PretrainedReference
 from tests.models.small_checkpoints import save_json, save_model, save_tokenizer
 from tests.models.test_qwen3_5 import TEXT
@@ -77,15 +77,15 @@ class MiniCPMContract(FamilyContract):
 
     prompts: ClassVar = {
         "text": [{"text": "What is in the image? A square, perhaps."}],
-        "one image": [{"text": "Look: "}, {"image": picture(40, 60)}, {"text": "What is it?"}],
-        "two images": [{"image": picture(90, 110)}, {"text": " and "}, {"image": picture(70, 30)}, {"text": "?"}],
-        "a long picture": [{"image": picture(20, 900)}, {"text": "Where?"}],
+        "one image": [{"text": "Look: "}, {"image": noise(40, 60)}, {"text": "What is it?"}],
+        "two images": [{"image": noise(90, 110)}, {"text": " and "}, {"image": noise(70, 30)}, {"text": "?"}],
+        "a long image": [{"image": noise(20, 900)}, {"text": "Where?"}],
         "a video": [{"video": clip(3, 40, 50)}, {"text": "Which way?"}],
         "mixed": [
-            {"image": picture(100, 40)},
+            {"image": noise(100, 40)},
             {"text": "\n"},
             {"video": clip(2, 100, 60)},
-            {"image": picture(9, 9)},
+            {"image": noise(9, 9)},
             {"text": "\nthen"},
         ],
     }
@@ -144,7 +144,7 @@ class TestMiniCPMV46(MiniCPMContract):
 
     def test_images_of_any_size_have_the_references_ids(self, reference, model, tokenizer, path_file):
         for height, width in ((48, 48), (47, 50), (96, 96), (97, 95), (300, 50), (50, 300), (5, 700), (400, 401)):
-            items = [{"image": picture(height, width)}, {"text": "?"}]
+            items = [{"image": noise(height, width)}, {"text": "?"}]
             expected = reference.inputs(items)
             ids = tokenizer.tokenize(items, path_file).numpy()
             media = model.read(ids)
@@ -152,7 +152,7 @@ class TestMiniCPMV46(MiniCPMContract):
             self.assert_arrays(expected, media, model)
 
     def test_very_narrow_images_are_refused(self, processor):
-        image = picture(1, 201)
+        image = noise(1, 201)
         with pytest.raises(LimitExceeded, match="201x1"):
             processor.plan(Media("image", image), image, {})
 

@@ -6,7 +6,7 @@ import pytest
 from transformers import MiniCPMV4_7Config, MiniCPMV4_7ForConditionalGeneration, MiniCPMV4_7Processor
 
 from mindie_mm.nn.splice import plain_ids
-from tests.models.contract import clip, picture
+from tests.models.contract import clip, noise
 from tests.models.test_minicpmv4_6 import WARNINGS, MiniCPMContract
 from tests.models.test_minicpmv4_6 import Reference as MiniCPMV46Reference
 
@@ -36,10 +36,10 @@ class TestMiniCPMV47(MiniCPMContract):
         [
             [{"video": clip(3, 40, 50)}],
             [{"video": clip(2, 90, 50)}, {"video": clip(1, 50, 90)}, {"text": "\n\n?"}],
-            [{"image": picture(90, 50)}, {"text": "\n"}, {"image": picture(50, 90)}, {"text": "\n"}],
+            [{"image": noise(90, 50)}, {"text": "\n"}, {"image": noise(50, 90)}, {"text": "\n"}],
             [
                 {"text": "a\n"},
-                {"image": picture(200, 80)},
+                {"image": noise(200, 80)},
                 {"text": "\n\nb"},
                 {"video": clip(2, 60, 90)},
                 {"text": "c"},

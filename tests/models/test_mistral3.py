@@ -16,7 +16,7 @@ from transformers import (
 from mindie_mm.errors import LimitExceeded, UnsupportedCheckpoint
 from mindie_mm.inputs import Media
 from mindie_mm.tokenize import Tokenizer
-from tests.models.contract import PICTURES, ExtremeShapes, FamilyContract, picture, refusals
+from tests.models.contract import IMAGE_PROMPTS, ExtremeShapes, FamilyContract, noise, refusals
 from tests.models.references import PretrainedReference
 from tests.models.small_checkpoints import TEXT, save_json, save_model, save_tokenizer
 from tests.transformers_reference import AutoTokenizer
@@ -125,10 +125,10 @@ class Reference(PretrainedReference):
 class PixtralContract(ExtremeShapes, FamilyContract):
     """Tests for both families."""
 
-    prompts: ClassVar = {**PICTURES, "a tall picture": [{"image": picture(300, 7)}, {"text": "Where?"}]}
+    prompts: ClassVar = {**IMAGE_PROMPTS, "a tall image": [{"image": noise(300, 7)}, {"text": "Where?"}]}
 
-    def test_a_picture_of_one_row_of_pixels_is_refused(self, processor):
-        line = picture(1, 2000)
+    def test_an_image_of_one_row_of_pixels_is_refused(self, processor):
+        line = noise(1, 2000)
         with pytest.raises(LimitExceeded, match="2000x1 pixels; one side would have no pixels"):
             processor.plan(Media("image", line), line, {"image": 1})
 
@@ -160,7 +160,7 @@ class TestMistral3(PixtralContract):
     )
     def test_logits_under_other_settings_equal_the_references(self, settings, pixels, tmp_path, path_file):
         write(tmp_path, mistral3(**settings), Mistral3ForConditionalGeneration, {**PIXELS, **pixels})
-        self.prompts = {"two images": PICTURES["two images"]}
+        self.prompts = {"two images": IMAGE_PROMPTS["two images"]}
         self.assert_same(tmp_path, Reference(tmp_path), path_file)
 
     def test_a_head_of_its_own_is_read_although_config_json_does_not_state_it(
@@ -171,7 +171,7 @@ class TestMistral3(PixtralContract):
         config = mistral3()
         del config["tie_word_embeddings"]
         save_json(out, config=config)
-        self.prompts = {"text": PICTURES["text"]}
+        self.prompts = {"text": IMAGE_PROMPTS["text"]}
         self.assert_same(out, reference, path_file)
 
     test_unsupported_settings_are_refused_by_name = refusals(

@@ -28,8 +28,8 @@ PATCH_ID = 642
 HEAD = "model.transformer.ff_out.weight"
 
 
-def items_of(about, pictures):
-    return [{"text": about["text"]}, *({"image": np.asarray(Image.open(picture))} for picture in pictures)]
+def items_of(about, images):
+    return [{"text": about["text"]}, *({"image": np.asarray(Image.open(image))} for image in images)]
 
 
 ALL = cases(FOLDER, items_of)
@@ -66,7 +66,7 @@ class TestMolmo(FamilyContract):
         assert np.array_equal(found["image_input_idx"][0], arrays["image_input_idx"])
 
     @pytest.mark.parametrize("name", ["text", "tiny", "flat"])
-    def test_logits_are_nearer_for_pictures_that_both_libraries_resize_alike(self, name, reference, model, tokenized):
+    def test_logits_are_nearer_for_images_that_both_libraries_resize_alike(self, name, reference, model, tokenized):
         assert (self.logits(model, tokenized[name]) - reference.logits(CASES[name].items)).abs().max() <= 2e-4
 
     @pytest.mark.parametrize("name", ["wide", "text"])
@@ -164,14 +164,14 @@ class TestMolmo(FamilyContract):
             tokenizer.tokenize([{"image": Embeddings(np.zeros((288, 128), np.float32), (2, 2))}], path_file)
 
     @pytest.mark.parametrize("size", [(1, 5000), (112, 112), (111, 3000), (2, 2)], ids=str)
-    def test_pictures_of_any_shape_are_accepted(self, size, processor):
+    def test_images_of_any_shape_are_accepted(self, size, processor):
         data = np.full((*size, 3), 255, np.uint8)
         plan, write = processor.plan(Media("image", data), data, {"image": 1})
         arrays = {name: np.empty(spec.shape, spec.dtype) for name, spec in plan.specs.items()}
         write(arrays)
         assert all(np.abs(array - 1).max() < 1e-5 for array in arrays.values())
 
-    def test_a_picture_is_centred_on_its_canvas(self):
+    def test_an_image_is_centred_on_its_canvas(self):
         canvas = Canvas.fitting(100, 200, 336, 336)
         assert (canvas.rows, canvas.columns, canvas.top, canvas.left) == (168, 336, 84, 0)
         drawn = canvas.draw(torch.ones(canvas.rows, canvas.columns, 3))

@@ -22,7 +22,7 @@ from mindie_mm.settings.config import EngineConfig
 from mindie_mm.tokenize import Tokenizer
 from tests.engine.test_prefix_cache import cached
 from tests.media_samples import decode_all, encode_video, moving_frames, photograph
-from tests.models.contract import PICTURES, FamilyContract, clip, picture, refusals, run
+from tests.models.contract import IMAGE_PROMPTS, FamilyContract, clip, noise, refusals, run
 from tests.models.references import PretrainedReference
 from tests.models.small_checkpoints import save_json, save_model, save_tokenizer, without_token
 from tests.transformers_reference import AutoTokenizer
@@ -124,8 +124,8 @@ class TestMolmo2(FamilyContract):
     write_checkpoint = staticmethod(write)
     reference_class = Reference
     prompts: ClassVar = {
-        **PICTURES,
-        "a dot": [{"text": "A dot:"}, {"image": picture(2, 3)}],
+        **IMAGE_PROMPTS,
+        "a dot": [{"text": "A dot:"}, {"image": noise(2, 3)}],
         "a video": [{"text": "See"}, {"video": clip(6, 50, 40)}, {"text": "Which way?"}],
         "a short video": [{"video": clip(2, 20, 20)}, {"text": "Which way?"}],
     }
@@ -139,7 +139,7 @@ class TestMolmo2(FamilyContract):
 
     def test_a_prefix_is_not_reused_where_later_images_differ(self, model, tokenizer, reference, path_file):
         """Only the text before the first image is reused, because the tokens of all images attend to each other."""
-        first, *others = (picture(30, 40, seed) for seed in range(3))
+        first, *others = (noise(30, 40, seed) for seed in range(3))
         question = {"text": "What is in the image? Describe this picture."}
         prompts = [[question, {"image": first}, {"image": other}, {"text": "?"}] for other in others]
         tokenized = [tokenizer.tokenize(items, path_file) for items in prompts]
@@ -188,7 +188,7 @@ class TestMolmo2(FamilyContract):
         self.assert_same(tmp_path, Reference(tmp_path), path_file)
 
     def test_chat_ids_equal_the_references(self, tokenizer, reference, model, path_file):
-        image = picture(40, 90)
+        image = noise(40, 90)
         content = [{"type": "image", "image": image}, {"type": "text", "text": "Hm?"}]
         ids = tokenizer.tokenize_chat([{"role": "user", "content": content}], path_file).numpy()
         expected = reference.inputs([{"image": image}, {"text": "Hm?"}])
@@ -266,8 +266,8 @@ class TestMolmo2(FamilyContract):
     @pytest.mark.parametrize(
         ("items", "error", "named"),
         [
-            ([{"video": clip(1, 8, 8)}, {"image": picture(8, 8)}], InputError, "accepts only one kind per prompt"),
-            ([{"image": picture(8, 8)}, {"video": clip(1, 8, 8)}], InputError, "accepts only one kind per prompt"),
+            ([{"video": clip(1, 8, 8)}, {"image": noise(8, 8)}], InputError, "accepts only one kind per prompt"),
+            ([{"image": noise(8, 8)}, {"video": clip(1, 8, 8)}], InputError, "accepts only one kind per prompt"),
             ([{"video": clip(1, 8, 8)}, {"video": clip(2, 8, 8)}], LimitExceeded, "limit is 1"),
             ([{"video": clip(9, 8, 8)}], LimitExceeded, "9 frames .* limit is 6"),
             ([{"audio": np.zeros(100, np.float32)}], InputError, "does not accept audio"),
@@ -287,7 +287,7 @@ class TestMolmo2(FamilyContract):
 
     def test_an_image_with_embeddings_of_a_video_is_refused(self, tokenizer, processor, path_file):
         features = np.zeros((4, processor.feature_width), np.float32)
-        items = [{"image": picture(8, 8)}, {"video": Embeddings(features, (0,))}]
+        items = [{"image": noise(8, 8)}, {"video": Embeddings(features, (0,))}]
         for given in (items, items[::-1]):
             with pytest.raises(InputError, match="accepts only one kind per prompt"):
                 tokenizer.tokenize(given, path_file)

@@ -7,7 +7,7 @@ from transformers import Ovis2Config, Ovis2ForConditionalGeneration, Ovis2ImageP
 from transformers.models.ovis2.image_processing_ovis2 import get_min_tile_covering_grid
 
 from mindie_mm.models._ovis2_tiles import covering_grid
-from tests.models.contract import PICTURES, ExtremeShapes, FamilyContract, refusals
+from tests.models.contract import IMAGE_PROMPTS, ExtremeShapes, FamilyContract, refusals
 from tests.models.references import PretrainedReference
 from tests.models.small_checkpoints import TEXT, save_json, save_model, save_tokenizer
 from tests.transformers_reference import AutoTokenizer
@@ -62,7 +62,7 @@ class TestOvis2(ExtremeShapes, FamilyContract):
     name = "ovis2"
     write_checkpoint = staticmethod(write)
     reference_class = Reference
-    prompts: ClassVar = PICTURES
+    prompts: ClassVar = IMAGE_PROMPTS
 
     @pytest.mark.parametrize(("side", "most"), [(32, 6), (448, 12), (100, 9)])
     def test_grids_equal_the_references(self, side, most):

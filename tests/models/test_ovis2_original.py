@@ -13,7 +13,7 @@ from transformers import CLIPImageProcessor, Ovis2Config, Ovis2ForConditionalGen
 from mindie_mm.errors import LimitExceeded
 from mindie_mm.inputs import Media
 from mindie_mm.nn.splice import plain_ids
-from tests.models.contract import PICTURES, FamilyContract, picture, refusals
+from tests.models.contract import IMAGE_PROMPTS, FamilyContract, noise, refusals
 from tests.models.references import Reference as BaseReference
 from tests.models.small_checkpoints import TEXT, save_json, save_tokenizer
 from tests.models.test_ovis2 import FEATURES, INDICATORS, VISION
@@ -189,7 +189,7 @@ class Reference(BaseReference):
 
 class TestOvis2Original(FamilyContract):
     name = "ovis2"
-    prompts: ClassVar = {**PICTURES, "a long picture": [{"image": picture(20, 300)}, {"text": "Where?"}]}
+    prompts: ClassVar = {**IMAGE_PROMPTS, "a long image": [{"image": noise(20, 300)}, {"text": "Where?"}]}
     references: ClassVar = {}
 
     @classmethod
@@ -202,7 +202,7 @@ class TestOvis2Original(FamilyContract):
 
     def test_images_of_any_size_have_the_references_ids(self, reference, model, tokenizer, path_file):
         for height, width in ((1, 1), (32, 32), (33, 70), (70, 33), (200, 201), (7, 200), (640, 100)):
-            items = [{"image": picture(height, width)}, {"text": "?"}]
+            items = [{"image": noise(height, width)}, {"text": "?"}]
             expected = reference.inputs(items)
             ids = tokenizer.tokenize(items, path_file).numpy()
             media = model.read(ids)
@@ -210,7 +210,7 @@ class TestOvis2Original(FamilyContract):
             self.assert_arrays(expected, media, model)
 
     def test_an_image_with_a_tile_without_pixels_is_refused(self, processor):
-        image = picture(20, 900)
+        image = noise(20, 900)
         with pytest.raises(LimitExceeded, match="900x20 pixels; one side of a tile would have no pixels"):
             processor.plan(Media("image", image), image, {})
 
@@ -218,7 +218,7 @@ class TestOvis2Original(FamilyContract):
         self.assert_same(tmp_path, write(tmp_path, tied=True), path_file)
 
     def test_a_conversation_is_formatted_as_in_the_original_code(self, reference, model, tokenizer, path_file):
-        image = picture(40, 90)
+        image = noise(40, 90)
         messages = [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "Hm?"}]}]
         ids = tokenizer.tokenize_chat(messages, path_file).numpy()
         opening = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"

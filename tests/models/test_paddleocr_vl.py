@@ -15,7 +15,7 @@ from mindie_mm.errors import LimitExceeded, UnsupportedCheckpoint
 from mindie_mm.inputs import Media
 from mindie_mm.models import load_model
 from mindie_mm.nn.splice import plain_ids
-from tests.models.contract import ExtremeShapes, FamilyContract, picture, refusals
+from tests.models.contract import ExtremeShapes, FamilyContract, noise, refusals
 from tests.models.references import PretrainedReference
 from tests.models.small_checkpoints import changed, save_json, save_model, save_tokenizer
 from tests.transformers_reference import AutoTokenizer
@@ -147,9 +147,9 @@ class TestPaddleOCRVL(ExtremeShapes, FamilyContract):
     reference_class = Reference
     prompts: ClassVar = {
         "text": [{"text": "What is in the image? A square, perhaps."}],
-        "one image": [{"text": "Look: "}, {"image": picture(90, 140)}, {"text": "What is it?"}],
-        "two images": [{"image": picture(200, 290)}, {"text": " and "}, {"image": picture(170, 60)}, {"text": "?"}],
-        "a long picture": [{"image": picture(20, 900)}, {"text": "Where?"}],
+        "one image": [{"text": "Look: "}, {"image": noise(90, 140)}, {"text": "What is it?"}],
+        "two images": [{"image": noise(200, 290)}, {"text": " and "}, {"image": noise(170, 60)}, {"text": "?"}],
+        "a long image": [{"image": noise(20, 900)}, {"text": "Where?"}],
     }
 
     @classmethod
@@ -181,7 +181,7 @@ class TestPaddleOCRVL(ExtremeShapes, FamilyContract):
         save_json(out, config=config)
 
     def test_a_chat_is_rendered_as_the_reference_does(self, reference, model, tokenizer, path_file):
-        pixels = picture(61, 83)
+        pixels = noise(61, 83)
         messages = [
             {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
             {"role": "user", "content": [{"type": "text", "text": "OCR:"}, {"type": "image", "image": pixels}]},
@@ -213,8 +213,8 @@ class TestPaddleOCRVL(ExtremeShapes, FamilyContract):
         with pytest.raises(UnsupportedCheckpoint, match=r"no output layer \(lm_head\)"):
             model.logits(torch.tensor([1, 2]))
 
-    def test_an_elongated_picture_is_refused(self, processor):
-        pixels = picture(28, 6000)
+    def test_an_elongated_image_is_refused(self, processor):
+        pixels = noise(28, 6000)
         with pytest.raises(LimitExceeded, match=r"6000x28 pixels.*at most 200 times"):
             processor.plan(Media("image", pixels), pixels, {"image": 1})
 

@@ -31,7 +31,7 @@ from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.prompt import PromptOptions
 from mindie_mm.tokenize.requests import request_of_items
-from tests.models.contract import NUM_TOKENS, ExtremeShapes, FamilyContract, picture, refusals, run
+from tests.models.contract import NUM_TOKENS, ExtremeShapes, FamilyContract, noise, refusals, run
 from tests.models.references import Reference as BaseReference
 from tests.models.small_checkpoints import changed, save_json, save_model, save_tokenizer
 from tests.sound_samples import tone
@@ -181,9 +181,9 @@ class TestPhi4Multimodal(ExtremeShapes, FamilyContract):
     prompts: ClassVar = {
         "text": [{"text": "What is in the image? A square, perhaps."}],
         "a clip": [{"text": "Listen: "}, {"audio": tone(1.53)}, {"text": "What is it?"}],
-        "one image": [{"text": "Look: "}, {"image": picture(40, 800)}, {"text": "What is it?"}],
-        "several tiles": [{"image": picture(460, 300)}, {"text": "and"}, {"image": picture(20, 90)}, {"text": "?"}],
-        "mixed": [{"image": picture(30, 448)}, {"text": "and"}, {"audio": tone(0.4)}, {"audio": tone(0.4, hertz=900)}],
+        "one image": [{"text": "Look: "}, {"image": noise(40, 800)}, {"text": "What is it?"}],
+        "several tiles": [{"image": noise(460, 300)}, {"text": "and"}, {"image": noise(20, 90)}, {"text": "?"}],
+        "mixed": [{"image": noise(30, 448)}, {"text": "and"}, {"audio": tone(0.4)}, {"audio": tone(0.4, hertz=900)}],
     }
 
     def test_an_answer_exceeds_the_length_of_the_short_factors(self, tokenized):
@@ -192,7 +192,7 @@ class TestPhi4Multimodal(ExtremeShapes, FamilyContract):
 
     def test_keys_of_one_adapter_are_not_reused_with_another(self, reference, model, tokenizer, path_file):
         start = {"text": "What is in the image? A square, perhaps. " * 3}
-        prompts = [[start], [start, {"audio": tone(0.4)}], [start, {"image": picture(30, 448)}]]
+        prompts = [[start], [start, {"audio": tone(0.4)}], [start, {"image": noise(30, 448)}]]
         ids = [tokenizer.tokenize(items, path_file) for items in prompts]
         engine = Engine(model, EngineConfig(kv_block_size=16))
         for items, one in zip(prompts, ids, strict=True):
@@ -207,7 +207,7 @@ class TestPhi4Multimodal(ExtremeShapes, FamilyContract):
     def test_a_clip_keeps_the_adapter_of_its_projector_when_the_image_is_truncated(self, model, tokenizer, path_file):
         tail = [{"audio": tone(1.53)}, {"text": "What is it?"}]
         alone = tokenizer.answer(request_of_items(tail, chat=False, path_file=str(path_file)))
-        options, items = PromptOptions(len(alone) + 1, truncate=True), [{"image": picture(30, 448)}, *tail]
+        options, items = PromptOptions(len(alone) + 1, truncate=True), [{"image": noise(30, 448)}, *tail]
         cut = tokenizer.answer(request_of_items(items, chat=False, path_file=str(path_file), options=options))
         adapters = [model.positions(len(made), model.read(made.ids)).prompt[1, 0].item() for made in (alone, cut)]
         assert adapters == [2, 1]
@@ -302,7 +302,7 @@ class TestPhi4Multimodal(ExtremeShapes, FamilyContract):
                 expected = tokenizer.tokenize(self.prompts[name], path_file)
                 ids = own.tokenize(self.prompts[name], tmp_path / "own")
                 assert (other.logits(ids) - model.logits(expected).cpu()).abs().max() <= self.tolerance
-            content = [{"type": "image", "image": picture(30, 448)}, {"type": "text", "text": "Hm"}]
+            content = [{"type": "image", "image": noise(30, 448)}, {"type": "text", "text": "Hm"}]
             ids = own.tokenize_chat([{"role": "user", "content": content}], tmp_path / "own").numpy()
             plain = plain_ids(ids, other.read(ids)).tolist()
             release(tmp_path / "own")

@@ -31,7 +31,7 @@ from mindie_mm.settings.config import EngineConfig
 from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
 from tests.media_samples import decode_all, encode_video, moving_frames
-from tests.models.contract import FamilyContract, Unpacked, clip, picture, run
+from tests.models.contract import FamilyContract, Unpacked, clip, noise, run
 from tests.models.references import Reference as BaseReference
 from tests.models.small_checkpoints import read_model, save_model, save_tokenizer
 from tests.sound_samples import encode_sound, tone
@@ -169,9 +169,9 @@ class TestQwen25Omni(FamilyContract):
     name = "qwen2_5_omni"
     prompts: ClassVar = {
         "text": [{"text": "What is in the image? A square, perhaps."}],
-        "one image": [{"text": "Look: "}, {"image": picture(90, 140)}, {"text": "What is it?"}],
-        "two images": [{"image": picture(200, 290)}, {"text": " and "}, {"image": picture(170, 60)}, {"text": "?"}],
-        "a long picture": [{"image": picture(20, 900)}, {"text": "Where?"}],
+        "one image": [{"text": "Look: "}, {"image": noise(90, 140)}, {"text": "What is it?"}],
+        "two images": [{"image": noise(200, 290)}, {"text": " and "}, {"image": noise(170, 60)}, {"text": "?"}],
+        "a long image": [{"image": noise(20, 900)}, {"text": "Where?"}],
         "a video": [{"video": VIDEO}, {"text": "Which way?"}],
         "one clip": [{"text": "Listen: "}, {"audio": tone(0.53)}, {"text": "What is it?"}],
         "two clips": [{"audio": tone(0.21, hertz=900)}, {"text": " and "}, {"audio": tone(2.71)}, {"text": "differ?"}],
@@ -179,14 +179,14 @@ class TestQwen25Omni(FamilyContract):
         "the whole window": [{"audio": tone(WINDOW_S)}, {"text": "?"}],
         "all": [
             {"text": "See "},
-            {"image": picture(61, 83)},
+            {"image": noise(61, 83)},
             {"text": ", "},
             {"video": clip(4, 112, 84)},
             {"text": ", hear "},
             {"audio": tone(1.17)},
             {"text": " and "},
             {"audio": tone(0.03)},
-            {"image": picture(28, 28)},
+            {"image": noise(28, 28)},
             {"text": "then say."},
         ],
         "sound, then video": [{"audio": tone(0.4)}, {"video": VIDEO}, {"text": "?"}],
@@ -260,9 +260,9 @@ class TestQwen25Omni(FamilyContract):
     def test_encoded_media_give_the_same_logits(self, model, tokenizer, path_file):
         """Encoded media give the same logits as the decoded media."""
         samples = tone(0.6)
-        decoded = [{"image": picture(40, 50)}, {"audio": samples}, {"text": "?"}]
+        decoded = [{"image": noise(40, 50)}, {"audio": samples}, {"text": "?"}]
         sound = encode_sound(samples, 16_000, "WAV", "FLOAT")
-        encoded = [{"image": Image.fromarray(picture(40, 50))}, {"audio": sound}, {"text": "?"}]
+        encoded = [{"image": Image.fromarray(noise(40, 50))}, {"audio": sound}, {"text": "?"}]
         first, second = (model.logits(tokenizer.tokenize(items, path_file)) for items in (decoded, encoded))
         assert torch.equal(first, second)
 
@@ -270,8 +270,8 @@ class TestQwen25Omni(FamilyContract):
 FILMS = {
     "one second": (8, 8, 1.0),
     "several chunks": (40, 8, 4.9),
-    "more pictures than sound": (40, 8, 1.3),
-    "more sound than pictures": (8, 8, 4.4),
+    "more images than sound": (40, 8, 1.3),
+    "more sound than images": (8, 8, 4.4),
     "a short sound": (12, 8, 0.04),
 }
 """Number of frames, frames per second, and length of the sound in seconds."""
@@ -282,12 +282,12 @@ def film(frames: int, rate: int, seconds: float, width: int = 112, height: int =
     """Encode a film with audio without losses. All its audio tracks are the same."""
     file = io.BytesIO()
     with av.open(file, "w", format="matroska") as output:
-        pictures = output.add_stream("ffv1", rate=rate)
+        images = output.add_stream("ffv1", rate=rate)
         sounds = [output.add_stream("pcm_f32le", rate=16_000, layout="mono") for _ in range(num_tracks)]
-        pictures.width, pictures.height, pictures.pix_fmt = width, height, "bgr0"
+        images.width, images.height, images.pix_fmt = width, height, "bgr0"
         for pixels in clip(frames, height, width):
-            output.mux(pictures.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
-        output.mux(pictures.encode())
+            output.mux(images.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        output.mux(images.encode())
         samples = av.AudioFrame.from_ndarray(tone(seconds)[None], format="flt", layout="mono")
         samples.sample_rate = 16_000
         for sound in sounds:
@@ -383,7 +383,7 @@ class TestFilms:
 
     def test_films_beside_other_media_in_a_batch_have_the_same_logits(self, model, tokenizer, path_file):
         alone = [self.prompt("several chunks"), self.prompt("one second"), [{"audio": tone(0.4)}, {"text": "?"}]]
-        mixed = [*alone[0], {"image": picture(61, 83)}, *alone[1], {"audio": tone(0.7)}, {"text": "and?"}]
+        mixed = [*alone[0], {"image": noise(61, 83)}, *alone[1], {"audio": tone(0.7)}, {"text": "and?"}]
         prompts = [tokenizer.tokenize(items, path_file) for items in (*alone, mixed)]
         together = packed_logits(model, prompts)
         for ids, found in zip(prompts, together, strict=True):
@@ -453,7 +453,7 @@ class TestFilms:
         ]
 
 
-ITEMS = [{"image": picture(61, 83)}, {"text": "and"}, {"audio": tone(0.4)}, {"text": "?"}]
+ITEMS = [{"image": noise(61, 83)}, {"text": "and"}, {"audio": tone(0.4)}, {"text": "?"}]
 
 
 @pytest.fixture(scope="module")

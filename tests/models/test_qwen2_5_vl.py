@@ -12,7 +12,7 @@ from mindie_mm.errors import InputError
 from mindie_mm.inputs import Embeddings
 from mindie_mm.nn.splice import plain_ids
 from tests.media_samples import decode_all, encode_video, moving_frames
-from tests.models.contract import FamilyContract, clip, picture
+from tests.models.contract import FamilyContract, clip, noise
 from tests.models.mindie_contract import MindIEContract
 from tests.models.small_checkpoints import save_json, save_model, save_tokenizer
 from tests.models.test_qwen2_vl import Qwen2VLReference
@@ -37,22 +37,22 @@ class TestQwen25VL(MindIEContract, FamilyContract):
     name = "qwen2_5_vl"
     mindie_layout = "qwen2_vl"
     mindie_prompts = (
-        [{"image": picture(90, 140)}, {"video": clip(4, 56, 84), "sample_fps": 8.0}, {"text": "Which way?"}],
+        [{"image": noise(90, 140)}, {"video": clip(4, 56, 84), "sample_fps": 8.0}, {"text": "Which way?"}],
     )
     mindie_seconds = 0.25
     mindie_arrays = Qwen2VLContract.mindie_arrays
     reference_class = Reference
     prompts: ClassVar = {
         "text": [{"text": "What is in the image? A square, perhaps."}],
-        "one image": [{"text": "Look: "}, {"image": picture(90, 140)}, {"text": "What is it?"}],
-        "two images": [{"image": picture(200, 290)}, {"text": " and "}, {"image": picture(170, 60)}, {"text": "?"}],
-        "a long picture": [{"image": picture(20, 900)}, {"text": "Where?"}],
+        "one image": [{"text": "Look: "}, {"image": noise(90, 140)}, {"text": "What is it?"}],
+        "two images": [{"image": noise(200, 290)}, {"text": " and "}, {"image": noise(170, 60)}, {"text": "?"}],
+        "a long image": [{"image": noise(20, 900)}, {"text": "Where?"}],
         "a video": [{"video": clip(8, 112, 140)}, {"text": "Which way?"}],
         "mixed": [
-            {"image": picture(61, 83)},
+            {"image": noise(61, 83)},
             {"text": "then"},
             {"video": clip(6, 84, 140)},
-            {"image": picture(28, 28)},
+            {"image": noise(28, 28)},
         ],
     }
     assert_arrays = Qwen2VLContract.assert_arrays

@@ -24,7 +24,7 @@ from mindie_mm.settings.config import EngineConfig
 from mindie_mm.shm import Arena, ArraySpec, free, release, request_directory
 from mindie_mm.shm.format.item import MediaShape
 from mindie_mm.tokenize import Tokenizer
-from tests.models.contract import FamilyContract, clip, picture, run
+from tests.models.contract import FamilyContract, clip, noise, run
 from tests.models.mindie_contract import MindIEContract
 from tests.models.references import PretrainedReference
 from tests.transformers_reference import AutoTokenizer, Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
@@ -49,10 +49,10 @@ class Qwen2VLReference(PretrainedReference):
 
 
 TEXT = [{"text": "What is in the image? A square, perhaps."}]
-ONE_IMAGE = [{"text": "Look: "}, {"image": picture(90, 140)}, {"text": "What is it?"}]
-TWO_IMAGES = [{"image": picture(56, 200)}, {"text": " and "}, {"image": picture(170, 60)}, {"text": "differ how?"}]
+ONE_IMAGE = [{"text": "Look: "}, {"image": noise(90, 140)}, {"text": "What is it?"}]
+TWO_IMAGES = [{"image": noise(56, 200)}, {"text": " and "}, {"image": noise(170, 60)}, {"text": "differ how?"}]
 VIDEO = [{"video": clip(4, 112, 84)}, {"text": "Which way?"}]
-MIXED = [{"image": picture(61, 83)}, {"text": "then"}, {"video": clip(6, 84, 112)}, {"text": "then"}, {"image": picture(28, 28)}]  # fmt: skip # noqa: E501
+MIXED = [{"image": noise(61, 83)}, {"text": "then"}, {"video": clip(6, 84, 112)}, {"text": "then"}, {"image": noise(28, 28)}]  # fmt: skip # noqa: E501
 PROMPTS = {"text": TEXT, "one image": ONE_IMAGE, "two images": TWO_IMAGES, "a video": VIDEO, "mixed": MIXED}
 
 
@@ -62,7 +62,7 @@ class TestQwen2VL(MindIEContract, FamilyContract):
     mindie_layout = "qwen2_vl"
     mindie_prompts = (TWO_IMAGES, MIXED)
     reference_class = Qwen2VLReference
-    prompts: ClassVar = {**PROMPTS, "a long picture": [{"image": picture(20, 900)}, {"text": "Where?"}]}
+    prompts: ClassVar = {**PROMPTS, "a long image": [{"image": noise(20, 900)}, {"text": "Where?"}]}
 
     @classmethod
     def write_checkpoint(cls, out):
@@ -133,7 +133,7 @@ def test_twenty_mixed_requests_at_once_equal_generate(config, reference, model, 
         assert engine.stats.preemptions > 0
 
 
-def test_the_tower_runs_once_for_a_repeated_picture(model, tokenizer, path_file):
+def test_the_tower_runs_once_for_a_repeated_image(model, tokenizer, path_file):
     engine = Engine(model, EngineConfig())
     for _ in range(3):
         run(engine, [tokenizer.tokenize(ONE_IMAGE, path_file)], max_tokens=2)
@@ -149,7 +149,7 @@ def test_a_freed_block_fails_its_own_request_alone(reference, model, tokenizer, 
     (item,) = model.read(bad.numpy())
     free(item.ref)
     # The owner reclaims the freed block at its next allocation.
-    tokenizer.tokenize([{"image": picture(30, 40)}], path_file)
+    tokenizer.tokenize([{"image": noise(30, 40)}], path_file)
     news = [progress for _ in range(20) for progress in engine.step().progress]
     assert [progress.error.name for progress in news if progress.request_id == "bad"] == ["StaleReference"]
     tokens = [token for progress in news if progress.request_id == "good" for token in progress.token_ids]

@@ -20,7 +20,7 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.splice import plain_ids
 from mindie_mm.shm import release
 from tests.media_samples import decode_all, encode_video, encoded, moving_frames, photograph
-from tests.models.contract import FamilyContract, clip, picture
+from tests.models.contract import FamilyContract, clip, noise
 from tests.models.mindie_contract import MindIEContract
 from tests.models.small_checkpoints import save_json, save_model, save_tokenizer
 from tests.models.test_qwen2_vl import Qwen2VLReference
@@ -46,25 +46,25 @@ class TestQwen3VL(MindIEContract, FamilyContract):
     name = "qwen3_vl"
     mindie_layout = "qwen3_vl"
     mindie_prompts = (
-        [{"image": picture(200, 290)}, {"text": " and "}, {"image": picture(64, 60)}, {"text": "?"}],
+        [{"image": noise(200, 290)}, {"text": " and "}, {"image": noise(64, 60)}, {"text": "?"}],
         [{"text": "Look: "}, {"video": clip(4, 130, 200)}, {"text": "Which way?"}],
-        [{"image": picture(130, 130)}, {"video": clip(5, 30, 20)}, {"text": "then"}, {"image": picture(32, 32)}],
-        [{"video": clip(4, 130, 200)}, {"image": picture(61, 83)}, {"video": clip(2, 90, 64)}],
+        [{"image": noise(130, 130)}, {"video": clip(5, 30, 20)}, {"text": "then"}, {"image": noise(32, 32)}],
+        [{"video": clip(4, 130, 200)}, {"image": noise(61, 83)}, {"video": clip(2, 90, 64)}],
     )
     reference_class = Reference
     prompts: ClassVar = {
         "text": [{"text": "What is in the image? A square, perhaps."}],
-        "one image": [{"text": "Look: "}, {"image": picture(90, 140)}, {"text": "What is it?"}],
-        "two images": [{"image": picture(200, 290)}, {"text": " and "}, {"image": picture(170, 60)}, {"text": "?"}],
-        "a long picture": [{"image": picture(20, 900)}, {"text": "Where?"}],
+        "one image": [{"text": "Look: "}, {"image": noise(90, 140)}, {"text": "What is it?"}],
+        "two images": [{"image": noise(200, 290)}, {"text": " and "}, {"image": noise(170, 60)}, {"text": "?"}],
+        "a long image": [{"image": noise(20, 900)}, {"text": "Where?"}],
         "a video": [{"video": clip(4, 64, 100)}, {"text": "Which way?"}],
         "a long video": [{"video": clip(4, 10, 700)}, {"text": "Which way?"}],
         "mixed": [
-            {"image": picture(61, 83)},
+            {"image": noise(61, 83)},
             {"text": "then"},
             {"video": clip(5, 30, 20)},
             {"text": "then"},
-            {"image": picture(32, 32)},
+            {"image": noise(32, 32)},
         ],
     }
     assert_arrays = Qwen2VLContract.assert_arrays
@@ -124,13 +124,13 @@ class TestQwen3VL(MindIEContract, FamilyContract):
 
     def test_mindies_words_need_ten_placeholders_in_the_first_run(self, mindie, path_file):
         with pytest.raises(LimitExceeded, match=r"media item 0 \(image\): the image has 6 features; .* at least 10"):
-            mindie.tokenize([{"image": picture(61, 83)}, {"image": picture(200, 290)}], path_file)
+            mindie.tokenize([{"image": noise(61, 83)}, {"image": noise(200, 290)}], path_file)
         assert not path_file.exists()
 
     def test_a_broken_item_leaves_no_segments_of_the_prompt(self, mindie, path_file):
         broken = encoded(photograph("coffee.png", (300, 300)))[:3000]
         with pytest.raises(MediaError, match=r"media item 1 \(image\): the JPEG image of 300x300 pixels is broken"):
-            mindie.tokenize([{"image": picture(200, 290)}, {"image": broken}], path_file)
+            mindie.tokenize([{"image": noise(200, 290)}, {"image": broken}], path_file)
         assert path_file.read_text().count("psm_") == 2
         assert release(path_file) == 0
 

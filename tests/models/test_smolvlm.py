@@ -21,7 +21,7 @@ from mindie_mm.inputs import Media, MediaOptions
 from mindie_mm.models.smolvlm import in_words
 from mindie_mm.nn.splice import plain_ids
 from tests.media_samples import decode_all, encode_video, moving_frames
-from tests.models.contract import ExtremeShapes, FamilyContract, clip, picture, refusals
+from tests.models.contract import ExtremeShapes, FamilyContract, clip, noise, refusals
 from tests.models.references import PretrainedReference
 from tests.models.small_checkpoints import TEXT, VISION, save_json, save_model, save_tokenizer
 from tests.models.test_idefics3 import FEATURES, PIXELS, PROMPTS, SPECIAL
@@ -94,7 +94,7 @@ class TestSmolVLM(ExtremeShapes, FamilyContract):
     prompts: ClassVar = {
         **PROMPTS,
         "a video": [{"video": clip(5, 50, 40)}, {"text": "Which way?"}],
-        "mixed": [{"image": picture(61, 83)}, {"text": "then"}, {"video": clip(3, 28, 90)}, {"image": picture(8, 8)}],
+        "mixed": [{"image": noise(61, 83)}, {"text": "then"}, {"video": clip(3, 28, 90)}, {"image": noise(8, 8)}],
     }
 
     def test_numbers_are_spelled_as_num2words_does(self):
@@ -127,10 +127,10 @@ class TestSmolVLM(ExtremeShapes, FamilyContract):
         "content",
         [
             [{"video": clip(5, 50, 40)}, {"text": "Which way?"}],
-            [{"image": picture(61, 83)}, {"text": "Or "}, {"video": clip(3, 28, 90)}],
-            [{"image": picture(61, 83)}, {"text": "What?"}],
+            [{"image": noise(61, 83)}, {"text": "Or "}, {"video": clip(3, 28, 90)}],
+            [{"image": noise(61, 83)}, {"text": "What?"}],
         ],
-        ids=["a video", "both", "a picture"],
+        ids=["a video", "both", "an image"],
     )
     def test_a_chat_is_rendered_as_the_reference_does(self, content, reference, model, tokenizer, path_file):
         parts = [{"type": kind, kind: value} for item in content for kind, value in item.items()]

@@ -18,7 +18,7 @@ from mindie_mm.inputs import Media
 from mindie_mm.models import family_named, load_model, processor_of
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.experts import Experts, JoinedExperts
-from tests.models.contract import PICTURES, ExtremeShapes, FamilyContract, picture, refusals
+from tests.models.contract import IMAGE_PROMPTS, ExtremeShapes, FamilyContract, noise, refusals
 from tests.models.references import PretrainedReference
 from tests.models.small_checkpoints import save_json, save_model, save_tokenizer
 from tests.transformers_reference import AutoTokenizer
@@ -104,7 +104,7 @@ class TestStep3p7(ExtremeShapes, FamilyContract):
     reference_class = Reference
     chooses_experts = True
     int8_tolerance = 0.25  # rounding chooses other experts in a narrow model
-    prompts: ClassVar = {**PICTURES, "many crops": [{"image": picture(200, 150)}, {"text": "Why?"}]}
+    prompts: ClassVar = {**IMAGE_PROMPTS, "many crops": [{"image": noise(200, 150)}, {"text": "Why?"}]}
 
     @classmethod
     def write_checkpoint(cls, out):
@@ -131,7 +131,7 @@ class TestStep3p7(ExtremeShapes, FamilyContract):
             processor_of(replace(Checkpoint.open(path), config=config), family_named(self.name))
 
     def test_an_image_with_too_many_crops_is_refused(self, processor):
-        image = picture(33, 1000)
+        image = noise(33, 1000)
         with pytest.raises(LimitExceeded, match=r"1000x33 pixels, .* the limit is 16 crops"):
             processor.plan(Media("image", image), image, {"image": 1})
 
@@ -178,7 +178,7 @@ class TestStep3p7(ExtremeShapes, FamilyContract):
         served = load_model(published, device="cpu", dtype="float32")
         logits = self.logits(served, tokenized["text"])
         torch.testing.assert_close(logits, self.logits(model, tokenized["text"]).cpu(), rtol=1e-4, atol=1e-4)
-        image = picture(300, 400)
+        image = noise(300, 400)
         processor = family_named(self.name).processor(Checkpoint.open(published))
         assert processor.plan(Media("image", image), image, {"image": 1})[0].num_features == 169
         own["text_config"]["moe_router_activation"] = "softmax"

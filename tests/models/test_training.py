@@ -20,7 +20,7 @@ from mindie_mm.errors import InputError
 from tests.batch.conftest import run_in_process, settings, written
 from tests.media_samples import encoded
 from tests.models import test_gemma3, test_llava, test_molmo2, test_qwen2_vl
-from tests.models.contract import FamilyContract, picture
+from tests.models.contract import FamilyContract, noise
 from tests.models.references import Reference
 
 FAMILIES = (
@@ -46,7 +46,7 @@ class Rows:
         (folder / "checkpoint").mkdir()
         family.write_checkpoint(folder / "checkpoint")
         self.reference: Reference = family.make_reference(folder / "checkpoint")
-        self.items = [[{"image": picture(40, 60 + row)}, {"text": text}] for row, text in enumerate(TEXTS)]
+        self.items = [[{"image": noise(40, 60 + row)}, {"text": text}] for row, text in enumerate(TEXTS)]
         rows = []
         for row, (image, text) in enumerate(self.items):
             (folder / f"{row}.png").write_bytes(encoded(Image.fromarray(image["image"]), "PNG"))

@@ -32,7 +32,7 @@ from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.prompt import PromptOptions
 from mindie_mm.tokenize.requests import TokenizeRequest
-from tests.models.contract import FamilyContract, media_texts, picture
+from tests.models.contract import FamilyContract, media_texts, noise
 from tests.models.references import Reference
 from tests.published.checkpoints import ELSEWHERE, FOLDER, ONLY_CONFIGS, REFUSED, SIZES, write_small
 
@@ -56,7 +56,7 @@ VARIANTS = {
     "qwen3_vl_8b_lora",
 }
 """Checkpoints that differ little from another one, or from the checkpoint in the tests for their family."""
-ITEMS = [{"image": picture(150, 190)}, {"text": "What is in the image?"}]
+ITEMS = [{"image": noise(150, 190)}, {"text": "What is in the image?"}]
 TEXT = [{"text": "a red square"}]
 
 

@@ -12,7 +12,7 @@ import pytest
 import mindie_mm
 from tests.warm import running_service
 from tools import serving
-from tools.demo import data_url, picture, write_video
+from tools.demo import data_url, draw_shape, write_video
 from tools.serving import RunningService
 
 KiB, MiB = 2**10, 2**20
@@ -45,11 +45,12 @@ def settings(device: str) -> dict[str, object]:
 def media_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder from which the service may read files."""
     folder = tmp_path_factory.mktemp("media")
-    star = picture("green", (40, 160, 60), "star", x=0.5)
+    star = draw_shape("green", (40, 160, 60), "star", x=0.5)
     star.save(folder / "green_star.jpg", quality=90)
     star.save(folder / "green star.jpg", quality=90)
     write_video(
-        folder / "right.mp4", [picture("red", (220, 40, 40), "circle", x=0.2 + 0.075 * i, size=0.3) for i in range(9)]
+        folder / "right.mp4",
+        [draw_shape("red", (220, 40, 40), "circle", x=0.2 + 0.075 * i, size=0.3) for i in range(9)],
     )
     return folder
 
@@ -106,4 +107,4 @@ def unix_http(service: RunningService) -> Iterator[httpx2.Client]:
 @pytest.fixture(scope="session")
 def red_square() -> str:
     """Return an image of a red square as a data URL."""
-    return data_url(picture("red", (220, 40, 40), "square", x=0.4))
+    return data_url(draw_shape("red", (220, 40, 40), "square", x=0.4))

@@ -190,7 +190,7 @@ def test_the_root_path_may_be_in_the_path_of_a_request(bare: httpx2.Client) -> N
 
 def test_media_by_uuid_belong_to_their_key(bare: httpx2.Client, red_square: str) -> None:
     def status(key: str, url: str | None) -> int:
-        part = {"type": "image_url", "image_url": {"url": url}, "uuid": "a picture"}
+        part = {"type": "image_url", "image_url": {"url": url}, "uuid": "an image"}
         body = {"messages": [{"role": "user", "content": [part]}], "max_tokens": 1}
         return bare.post("/v1/chat/completions", json=body, headers={"Authorization": f"Bearer {key}"}).status_code
 

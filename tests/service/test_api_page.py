@@ -101,7 +101,7 @@ def test_usage_and_timings_have_the_documented_fields(http: Any) -> None:
     assert list(answer["timings"]) == list(timings)
 
 
-def test_the_picture_in_the_text_example_becomes_an_item(http: Any, media_dir: Path) -> None:
+def test_the_image_in_the_text_example_becomes_an_item(http: Any, media_dir: Path) -> None:
     raw = base64.b64encode((media_dir / "green_star.jpg").read_bytes()).decode()
     asked = {"prompt": documented('{"prompt":\n "### Human')["prompt"].replace("/9j/4AAQ...", raw)}
     ids = http.post("/tokenize", json=asked).json()["tokens"]

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from tests.service.test_early_release import SETTINGS, TOKEN_BYTES
-from tests.service.test_early_release import body as two_pictures
+from tests.service.test_early_release import body as two_images
 from tests.service.test_lifetime import endless_chat, post
 from tests.warm import running_service
 from tests.watching import metric, process, wait_until
@@ -41,7 +41,7 @@ def scores(answer: Any, length_penalty: float = 1.0) -> list[float]:
     return [sum(total) / len(total) ** length_penalty for total in totals]
 
 
-def test_a_chat_about_a_picture_has_distinct_answers_and_the_best_is_first(
+def test_a_chat_about_an_image_has_distinct_answers_and_the_best_is_first(
     client: openai.OpenAI, red_square: str
 ) -> None:
     answer = ask(client, red_square, 3)
@@ -135,7 +135,7 @@ def test_a_client_that_leaves_ends_all_beams(service: RunningService, red_square
     body = endless_chat(service, red_square, n=3, use_beam_search=True)
     with post(service, "/v1/chat/completions", body):
         wait_until(lambda: metric(service, "prefix_cache_hits_total") > hits + 500)
-        assert service.shm()["blocks"] == 1, "later beams may need the picture again"
+        assert service.shm()["blocks"] == 1, "later beams may need the image again"
     wait_until(lambda: metric(service, "request_success_total", finished_reason="abort") == aborted + 3)
     assert service.wait_until_free()["blocks"] == 0
     assert metric(service, "num_requests_running") + metric(service, "num_requests_waiting") == 0
@@ -145,7 +145,7 @@ BEAMS = {"use_beam_search": True, "n": 3, "max_tokens": 30}
 
 
 def ids_of(service: RunningService, colour: str, **changes: Any) -> list[list[int]]:
-    body = two_pictures(colour, **changes) | {"return_token_ids": True}
+    body = two_images(colour, **changes) | {"return_token_ids": True}
     answer = httpx2.post(f"{service.url}/v1/chat/completions", json=body, timeout=300)
     assert answer.status_code == 200, answer.text
     return [choice["token_ids"] for choice in answer.json()["choices"]]
@@ -161,7 +161,7 @@ def test_beams_survive_preemption_and_dead_processes(tmp_path: Path, device: str
         beams = {colour: threads.submit(ids_of, service, colour, **BEAMS) for colour in alone}
         assert {colour: ids.result() for colour, ids in beams.items()} == alone
         assert all(len(one.result()[0]) == 200 for one in long)
-        assert metric(service, "media_remade_total") > 0, "beams were preempted, and needed the pictures again"
+        assert metric(service, "media_remade_total") > 0, "beams were preempted, and needed the images again"
         for package in ("mindie_mm.tokenize.", "mindie_mm.engine."):
             started = metric(service, "e2e_request_latency_seconds_count")
             answer = threads.submit(ids_of, service, "red", **BEAMS)

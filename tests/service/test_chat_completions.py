@@ -8,7 +8,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletion
 
-from tools.demo import encode, picture
+from tools.demo import draw_shape, encode
 from tools.serving import RunningService
 from training.questions import CHAT_ANSWERS
 
@@ -57,7 +57,7 @@ def test_a_file_url_is_unquoted(client: openai.OpenAI, media_dir: Path) -> None:
 
 @pytest.mark.parametrize("format_name", ["JPEG", "PNG", "WEBP"])
 def test_an_image_may_be_raw_base64(client: openai.OpenAI, format_name: str) -> None:
-    drawn = picture("yellow", (255, 255, 0), "triangle", x=0.5)
+    drawn = draw_shape("yellow", (255, 255, 0), "triangle", x=0.5)
     raw = base64.b64encode(encode(drawn, format_name)).decode()
     assert text(ask(client, [image(raw), {"type": "text", "text": WHAT}])) == "yellow triangle"
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests.warm import running_service
 from tests.watching import metric, process, stopped_engine, wait_until
-from tools.demo import data_url, picture
+from tools.demo import data_url, draw_shape
 from tools.serving import RunningService
 
 pytestmark = pytest.mark.slow  # the shorter suite tests early release in tests/engine/test_early_release.py
@@ -57,7 +57,7 @@ def nothing_is_left(service: RunningService) -> Iterator[None]:
 
 
 def body(colour: str, **changes: Any) -> dict[str, Any]:
-    images = [picture(colour, COLOURS[colour], shape, x=0.4) for shape in ("square", "star")]
+    images = [draw_shape(colour, COLOURS[colour], shape, x=0.4) for shape in ("square", "star")]
     content = [*({"type": "image_url", "image_url": {"url": data_url(image)}} for image in images)]
     messages = [{"role": "user", "content": [*content, {"type": "text", "text": "What is in the image?"}]}]
     settings = {"temperature": 1.0, "seed": 7, "ignore_eos": True, "max_tokens": LONG, "n": 1}
@@ -257,7 +257,7 @@ def test_media_that_cannot_be_decoded_again_fail_only_their_answer(
 ) -> None:
     with two_streams(service) as (first, second):
         for path in spooled(service):
-            path.write_bytes(b"no picture")
+            path.write_bytes(b"no image")
         assert first.rest() == {0: undisturbed["red"]}
         with pytest.raises(AssertionError, match="media item 0"):
             second.rest()

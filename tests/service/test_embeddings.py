@@ -30,12 +30,12 @@ from tests.media_samples import encode_video, moving_frames
 from tests.service.conftest import TINY
 from tests.sound_samples import encode_sound, tone
 from tests.warm import running_service
-from tools.demo import encode, picture
+from tools.demo import draw_shape, encode
 from tools.serving import RunningService
 
 CHAT = "/v1/chat/completions"
 WIDTH = 128
-RED = encode(picture("red", (220, 40, 40), "square", x=0.4), "PNG")
+RED = encode(draw_shape("red", (220, 40, 40), "square", x=0.4), "PNG")
 SOUND = encode_sound(tone(1.0), 16_000)
 CLIP = encode_video(moving_frames(8))
 
@@ -142,7 +142,7 @@ def require_same(found: Any, expected: Any) -> None:
     assert found[1] == pytest.approx(expected[1], abs=1e-4)
 
 
-def picture_part(data: bytes = RED) -> dict[str, Any]:
+def image_content(data: bytes = RED) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{as_base64(data)}"}}
 
 
@@ -150,10 +150,10 @@ def picture_part(data: bytes = RED) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "form", [lambda t: t, lambda t: t.unsqueeze(0), torch.nn.Parameter, lambda t: torch.cat([t, t])[: len(t)]]
 )
-def test_the_towers_output_gives_the_answer_of_the_picture(
+def test_the_towers_output_gives_the_answer_of_the_image(
     trusting: RunningService, red: tuple[Tensor, bytes], save: Callable[[Tensor], bytes], form: Callable[[Tensor], Any]
 ) -> None:
-    expected = ask(trusting, picture_part())
+    expected = ask(trusting, image_content())
     assert "red square" in expected[0][0]["message"]["content"]
     features, grid = red
     require_same(ask(trusting, image(save(form(features)), grid)), expected)
@@ -189,18 +189,18 @@ def test_half_precision_gives_the_answer_of_the_rounded_features(
     require_same(ask(trusting, image(save(rounded), grid)), ask(trusting, image(to_torch(rounded.float()), grid)))
 
 
-def test_embeddings_can_stand_beside_pictures_and_default_options(
+def test_embeddings_can_stand_beside_images_and_default_options(
     trusting: RunningService, red: tuple[Tensor, bytes]
 ) -> None:
     features, grid = red
     pixels = {"max_pixels": 8000}
-    expected = ask(trusting, picture_part(), picture_part(), picture_part())
+    expected = ask(trusting, image_content(), image_content(), image_content())
     embeddings = image(to_torch(features), grid)
-    require_same(ask(trusting, embeddings, picture_part(), embeddings), expected)
-    require_same(ask(trusting, embeddings, embeddings, kwargs=pixels), ask(trusting, picture_part(), picture_part()))
+    require_same(ask(trusting, embeddings, image_content(), embeddings), expected)
+    require_same(ask(trusting, embeddings, embeddings, kwargs=pixels), ask(trusting, image_content(), image_content()))
 
 
-def test_embeddings_are_kept_by_uuid_apart_from_pictures(trusting: RunningService, red: tuple[Tensor, bytes]) -> None:
+def test_embeddings_are_kept_by_uuid_apart_from_images(trusting: RunningService, red: tuple[Tensor, bytes]) -> None:
     features, grid = red
     expected = ask(trusting, image(to_torch(features), grid, uuid="red"))
     require_same(ask(trusting, {"type": "image_embeds", "image_embeds": None, "uuid": "red"}), expected)
@@ -369,7 +369,7 @@ GOOD = to_torch(rows())
 HOSTILE: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "empty"),
     "text": (b"not a tensor" * 20, "neither a complete safetensors file"),
-    "a picture": (RED, "neither a complete safetensors file"),
+    "an image": (RED, "neither a complete safetensors file"),
     "truncated archive": (GOOD[:-100], "cannot be read with torch.load"),
     "truncated in the middle": (GOOD[: len(GOOD) // 2], "cannot be read with torch.load"),
     "head of an archive": (GOOD[:4], "cannot be read with torch.load"),

@@ -11,13 +11,13 @@ import openai
 import pytest
 
 from tests.media_samples import raw_pdf
-from tools.demo import data_url, picture
+from tools.demo import data_url, draw_shape
 from tools.serving import RunningService
 
 CASES = Path(__file__).parents[1] / "cases/media3"
 CHAT = "/v1/chat/completions"
 QUESTION = {"type": "text", "text": "What is in the image?"}
-RED, GREEN = picture("red", (220, 40, 40), "square", x=0.4), picture("green", (40, 160, 60), "star", x=0.5)
+RED, GREEN = draw_shape("red", (220, 40, 40), "square", x=0.4), draw_shape("green", (40, 160, 60), "star", x=0.5)
 
 
 def file_part(data: bytes | str, name: str | None = None, kind: str = "application/pdf", **options: Any) -> Any:
@@ -94,7 +94,7 @@ def test_an_image_in_any_format_gets_the_same_answer(http: Any, name: str, plain
     assert answers[0] == answers[1] != ""
 
 
-def test_all_pages_of_a_tiff_are_pictures(http: Any) -> None:
+def test_all_pages_of_a_tiff_are_images(http: Any) -> None:
     """As an image, which is one image, the file is refused."""
     data, plain = ((CASES / name).read_bytes() for name in ("pages.tif", "plain.png"))
     image = {"type": "image_url", "image_url": {"url": "data:;base64," + base64.b64encode(plain).decode()}}
@@ -113,7 +113,7 @@ def test_a_page_whose_font_is_missing_is_refused(http: Any) -> None:
     assert "'Rare', which is not embedded" in post(http, file_part(page), QUESTION, status=400)
 
 
-def test_the_pages_of_a_pdf_are_pictures_in_its_place(service: RunningService, http: Any, red_square: str) -> None:
+def test_the_pages_of_a_pdf_are_images_in_its_place(service: RunningService, http: Any, red_square: str) -> None:
     """A PDF whose pages are images has the same placeholders as the images, and gets the same answers."""
     one, two = pdf_of(RED, quality=100), pdf_of(RED, GREEN, quality=100)
     image = {"type": "image_url", "image_url": {"url": red_square}}
@@ -172,7 +172,7 @@ def test_the_size_of_a_page_is_bounded(http: Any, size: str) -> None:
     assert answer.status_code in (200, 400), answer.text
 
 
-def test_a_picture_that_is_too_large_is_not_decoded(http: Any) -> None:
+def test_an_image_that_is_too_large_is_not_decoded(http: Any) -> None:
     head = "/Type/XObject/Subtype/Image/Width 60000/Height 60000/BitsPerComponent 8/ColorSpace/DeviceRGB"
     image = f"5 0 obj <<{head}/Length 0>> stream\nendstream endobj\n"
     page = "/MediaBox[0 0 99 99]/Resources<</XObject<</I 5 0 R>>>>"

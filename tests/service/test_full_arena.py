@@ -56,11 +56,11 @@ def ask(service: RunningService, *media: dict[str, Any], stream: bool = False, m
     return answer.status_code, answer.text
 
 
-def complete(service: RunningService, *nums_pictures: int) -> httpx2.Response:
-    """Request completions of several prompts. Prompt i has `nums_pictures[i]` images."""
+def complete(service: RunningService, *nums_images: int) -> httpx2.Response:
+    """Request completions of several prompts. Prompt i has `nums_images[i]` images."""
     data = base64.b64encode(encoded(photograph(size=(SIZE, SIZE)))).decode()
     tag = f'<img src="data:image/jpeg;base64,{data}">'
-    prompts = [f"{tag * count}What is in the image?" for count in nums_pictures]
+    prompts = [f"{tag * count}What is in the image?" for count in nums_images]
     return httpx2.post(f"{service.url}/v1/completions", json={"prompt": prompts, "max_tokens": 4}, timeout=300)
 
 
@@ -74,26 +74,26 @@ def engine_of(service: RunningService) -> psutil.Process:
     return next(child for child in children if "mindie_mm.engine.process.engine_process" in child.cmdline())
 
 
-def test_text_requests_overtake_pictures_that_wait_for_memory(narrow: RunningService) -> None:
+def test_text_requests_overtake_images_that_wait_for_memory(narrow: RunningService) -> None:
     """Text is tokenized while images wait for memory, which the suspended engine cannot release."""
-    picture = image(data_url(photograph(size=(SIZE, SIZE))))
-    assert ask(narrow, picture)[0] == 200
+    part = image(data_url(photograph(size=(SIZE, SIZE))))
+    assert ask(narrow, part)[0] == 200
     engine = engine_of(narrow)
     waits = metric(narrow, "shm_waits_total")
     with ThreadPoolExecutor(NUM_ANSWERS + 3) as pool:
         engine.suspend()
         try:
-            long = [pool.submit(ask, narrow, picture, stream=True, max_tokens=64) for _ in range(NUM_ANSWERS)]
+            long = [pool.submit(ask, narrow, part, stream=True, max_tokens=64) for _ in range(NUM_ANSWERS)]
             wait_until(lambda: narrow.shm()["blocks"] == NUM_ANSWERS)
             assert metric(narrow, "shm_waiting_bytes") == 0
-            waiting = [pool.submit(ask, narrow, picture) for _ in range(2)]
+            waiting = [pool.submit(ask, narrow, part) for _ in range(2)]
             wait_until(lambda: metric(narrow, "shm_waiting_bytes") > BLOCK_BYTES)
             for _ in range(5):
                 answer = httpx2.post(f"{narrow.url}/tokenize", json={"prompt": "What is it?"}, timeout=300)
                 assert answer.status_code == 200
             text = pool.submit(ask, narrow)
             assert not any(task.done() for task in (*long, *waiting))
-            assert metric(narrow, "shm_waiting_bytes") > BLOCK_BYTES, "text was tokenized while pictures wait"
+            assert metric(narrow, "shm_waiting_bytes") > BLOCK_BYTES, "text was tokenized while images wait"
         finally:
             engine.resume()
         assert text.result()[0] == 200

@@ -41,7 +41,7 @@ def test_items_in_our_form_and_the_openai_form_are_answered(http: Any, media_dir
 
 
 @pytest.mark.parametrize("path", FORMS)
-def test_a_picture_within_a_text_is_an_item(http: Any, media_dir: Path, path: str) -> None:
+def test_an_image_within_a_text_is_an_item(http: Any, media_dir: Path, path: str) -> None:
     raw = base64.b64encode((media_dir / "green_star.jpg").read_bytes()).decode()
     inputs = f'See <img src="data:image/jpeg;base64,{raw}"> {WHAT}'
     same = [{"text": "See "}, {"image": raw}, {"text": f" {WHAT}"}]
@@ -51,7 +51,7 @@ def test_a_picture_within_a_text_is_an_item(http: Any, media_dir: Path, path: st
         details = generate(http, inputs, path=path, details=True).json()["details"]
         spelled = http.post("/tokenize", json={"inputs": [{"image": raw}]}).json()["count"]
         assert spelled > 16
-        assert details["prompt_tokens"] > spelled - 16, "the picture is an item, not text"
+        assert details["prompt_tokens"] > spelled - 16, "the image is an item, not text"
         assert details["prompt_tokens"] < len(raw) // 4
 
 

@@ -314,9 +314,9 @@ def test_errors_name_the_field_and_the_value(http: Any, path: str, change: Any, 
     assert message in error["message"]
 
 
-def test_an_unreadable_picture_is_an_error_of_messages(http: Any) -> None:
-    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-    error = check(http.post(CHAT, json={"messages": [{"role": "user", "content": [picture]}]}), 400)
+def test_an_unreadable_image_is_an_error_of_messages(http: Any) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    error = check(http.post(CHAT, json={"messages": [{"role": "user", "content": [image]}]}), 400)
     assert error["param"] == "messages"
 
 
@@ -575,7 +575,7 @@ def test_audio_is_refused_by_this_family(http: Any) -> None:
 
 
 async def test_a_broken_image_fails_only_its_request(service: RunningService, red_square: str) -> None:
-    broken = f"data:image/png;base64,{base64.b64encode(b'not a picture').decode()}"
+    broken = f"data:image/png;base64,{base64.b64encode(b'not an image').decode()}"
     async with openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0) as client:
 
         async def ask(url: str) -> str:

@@ -21,7 +21,7 @@ from tests.vllm.checkpoints import write
 from tests.vllm.payloads import FAMILY, GENERATE, RENDER, scores, stored, tensors
 from tests.vllm.tensors import FAMILIES, chats_of
 from tests.warm import running_service
-from tools.demo import data_url, picture
+from tools.demo import data_url, draw_shape
 from tools.random_checkpoint import write_checkpoint
 from tools.serving import RunningService
 
@@ -195,7 +195,7 @@ def test_media_that_cannot_be_rendered_leave_nothing(client: httpx2.Client, serv
 def test_answers_with_tensors_have_a_limit_together(client: httpx2.Client, served: RunningService) -> None:
     """A client that does not read its answer must not let the service hold many of them."""
     body = copy.deepcopy(STORED["one"]["chat"])
-    image = picture("red", (220, 40, 40), "square", x=0.4).resize((560, 560))
+    image = draw_shape("red", (220, 40, 40), "square", x=0.4).resize((560, 560))
     body["messages"][0]["content"] = [{"type": "image_url", "image_url": {"url": data_url(image)}}] * 5
     payload = post(client, RENDER, body)
     num_bytes = len(json.dumps(payload))

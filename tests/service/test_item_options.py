@@ -17,7 +17,7 @@ def media_tokens(http: Any, item: dict[str, Any], kind: str) -> int:
     return num_tokens
 
 
-def test_min_and_max_pixels_change_the_tokens_of_a_picture(http: Any, red_square: str) -> None:
+def test_min_and_max_pixels_change_the_tokens_of_an_image(http: Any, red_square: str) -> None:
     plain = media_tokens(http, {"image": red_square}, "image")
     fewer = media_tokens(http, {"image": red_square, "max_pixels": 3136}, "image")
     assert fewer < plain

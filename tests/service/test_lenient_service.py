@@ -24,11 +24,11 @@ from aiohttp.test_utils import TestServer
 from tests.removed_arenas import removed_arenas
 from tests.warm import running_service
 from tests.watching import metric, wait_until
-from tools.demo import encode, picture
+from tools.demo import draw_shape, encode
 from tools.serving import RunningService
 
 CHAT = "/v1/chat/completions"
-STAR = encode(picture("green", (40, 160, 60), "star", x=0.5), "PNG")
+STAR = encode(draw_shape("green", (40, 160, 60), "star", x=0.5), "PNG")
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def lenient(tmp_path_factory: pytest.TempPathFactory, settings: dict[str, object
 
 
 @pytest_asyncio.fixture(scope="module")
-async def picture_url() -> AsyncIterator[str]:
+async def image_url() -> AsyncIterator[str]:
     """Yield the URL of an image on a web server at a loopback address."""
 
     async def answer(_: web.Request) -> web.Response:
@@ -145,7 +145,7 @@ def test_a_model_may_have_several_names_or_any(lenient: RunningService) -> None:
     assert 'model_name="first"' in httpx2.get(f"{lenient.url}/metrics").text
 
 
-def test_truncation_never_cuts_through_a_picture(lenient: RunningService, red_square: str) -> None:
+def test_truncation_never_cuts_through_an_image(lenient: RunningService, red_square: str) -> None:
     limit = lenient.get("/v1/models")["data"][0]["max_model_len"]
     room = limit - 4
     short, longer = (post(lenient, "/tokenize", chat([red_square], "?" + " a" * n)) for n in (10, 11))
@@ -173,14 +173,14 @@ def test_a_prompt_too_long_is_truncated(service: RunningService, lenient: Runnin
     answer = post(lenient, CHAT, chat([red_square], text))
     assert answer["usage"]["prompt_tokens"] == limit - 4
     assert answer["usage"]["total_tokens"] == limit
-    assert answer["choices"] == post(lenient, CHAT, chat([], text))["choices"], "the picture was the oldest"
+    assert answer["choices"] == post(lenient, CHAT, chat([], text))["choices"], "the image was the oldest"
     assert lenient.wait_until_free()["blocks"] == 0
 
 
 async def test_media_at_a_private_address_need_the_setting(
-    service: RunningService, lenient: RunningService, picture_url: str
+    service: RunningService, lenient: RunningService, image_url: str
 ) -> None:
-    body = chat([picture_url], "What is in the image?")
+    body = chat([image_url], "What is in the image?")
     answer = await asyncio.to_thread(post, lenient, CHAT, body)
     assert answer["usage"]["completion_tokens"] == 4
     refused = await asyncio.to_thread(post, service, CHAT, body, 400)
@@ -197,14 +197,14 @@ def children(service: RunningService, module: str) -> list[psutil.Process]:
     return [child for child in psutil.Process(service.process.pid).children() if module in child.cmdline()]
 
 
-def test_texts_of_chats_and_items_may_have_pictures(lenient: RunningService, red_square: str) -> None:
+def test_texts_of_chats_and_items_may_have_images(lenient: RunningService, red_square: str) -> None:
     """This test runs after the tests for schemas.
 
     They fork the process that checks schemas, and a fork would keep the memory of this test's image mapped.
     """
     tag = f'Look: <img src="{red_square}"> What?'
-    picture = {"type": "image_url", "image_url": {"url": red_square}}
-    parts = [{"type": "text", "text": "Look: "}, picture, {"type": "text", "text": " What?"}]
+    image = {"type": "image_url", "image_url": {"url": red_square}}
+    parts = [{"type": "text", "text": "Look: "}, image, {"type": "text", "text": " What?"}]
     expected = post(lenient, "/tokenize", {"messages": [{"role": "user", "content": parts}]})["tokens"]
     for content in (tag, [{"type": "text", "text": tag}]):
         assert post(lenient, "/tokenize", {"messages": [{"role": "user", "content": content}]})["tokens"] == expected

@@ -84,8 +84,8 @@ def hasty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
 
 
 def content(red_square: str) -> list[dict[str, Any]]:
-    picture = {"type": "image_url", "image_url": {"url": red_square}}
-    return [{"role": "user", "content": [picture, {"type": "text", "text": "What is in the image?"}]}]
+    image = {"type": "image_url", "image_url": {"url": red_square}}
+    return [{"role": "user", "content": [image, {"type": "text", "text": "What is in the image?"}]}]
 
 
 def post(service: RunningService, path: str, body: dict[str, Any], receive_bytes: int | None = None) -> socket.socket:

@@ -67,23 +67,23 @@ def talk(
     return request.param, log.read_text(), red_square, service
 
 
-def converse(http: Any, picture: str, *, strict: bool) -> None:
+def converse(http: Any, image: str, *, strict: bool) -> None:
     """Send requests that succeed, and requests that fail at each stage of processing."""
     chat = "/v1/chat/completions"
-    content = [{"type": "image_url", "image_url": {"url": picture}}, {"type": "text", "text": PROMPT}]
+    content = [{"type": "image_url", "image_url": {"url": image}}, {"type": "text", "text": PROMPT}]
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": content}]
     good = {"messages": messages, "max_tokens": 2}
     assert http.post(chat, json=good, headers={"X-Request-Id": "mine-1"}).status_code == 200
     assert http.post(chat, json=good | {"stream": True}).status_code == 200
-    assert http.post("/infer", json={"inputs": f"<img src='{picture}'>{PROMPT}"}).status_code == 200
-    inline = {"prompt": f"{PROMPT}: {picture}", "max_tokens": 1}
+    assert http.post("/infer", json={"inputs": f"<img src='{image}'>{PROMPT}"}).status_code == 200
+    inline = {"prompt": f"{PROMPT}: {image}", "max_tokens": 1}
     assert http.post("/v1/completions", json=inline).status_code == 200
     assert http.post(chat, json=good, headers={"Authorization": f"Bearer {WRONG_KEY}"}).status_code == 401
     assert http.post(f"{chat}?api_key={KEY}&q={PROMPT}", json=good).status_code == 200
     for wrong in (
         {"max_tokens": PROMPT},
         {"messages": [{"role": PROMPT, "content": PROMPT}]},
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": picture[:-40]}}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": image[:-40]}}]}]},
         {"messages": [{"role": "user", "content": f"{PROMPT}\ud800"}]},
         {"max_tokens": 10**6},
         {"response_format": {"type": "json_schema", "json_schema": {"name": SCHEMA_NAME, "schema": {"type": PROMPT}}}},
@@ -163,10 +163,10 @@ def test_an_ignored_field_of_each_route_is_logged_once(talk: Talk) -> None:
 
 
 def test_keys_and_media_are_never_logged(talk: Talk) -> None:
-    _, log, picture, _ = talk
+    _, log, image, _ = talk
     assert KEY not in log
     assert WRONG_KEY not in log
-    data = picture.partition(",")[2]
+    data = image.partition(",")[2]
     assert len(data) > 200
     for start in range(0, len(data) - 24, 8):
         assert data[start : start + 24] not in log

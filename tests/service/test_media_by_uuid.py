@@ -19,12 +19,12 @@ from service.request import kept_media
 from service.request.kept_media import KeptMedia
 from tests.service.conftest import MEDIA_UUID_BYTES, KiB
 from tests.sound_samples import encode_sound, tone
-from tools.demo import data_url, picture
+from tools.demo import data_url, draw_shape
 from tools.serving import RunningService
 
 CHAT = "/v1/chat/completions"
 QUESTION = {"type": "text", "text": "What is in the image?"}
-GREEN_STAR = data_url(picture("green", (40, 160, 60), "star", x=0.5))
+GREEN_STAR = data_url(draw_shape("green", (40, 160, 60), "star", x=0.5))
 NO_DATA = "no data are kept for the uuid"
 WITHOUT_DATA: list[dict[str, Any]] = [
     {"type": "image_url", "image_url": None},

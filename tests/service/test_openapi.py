@@ -101,9 +101,9 @@ def numeric(described: dict[str, Any]) -> list[dict[str, Any]]:
     return [of for of in described.get("anyOf", ()) if of.get("type") in ("integer", "number")]
 
 
-PICTURE = "<picture>"
-"""Text that `with_picture` replaces with the URL of an image."""
-SEEN = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": PICTURE}}]}]
+IMAGE = "<picture>"
+"""Text that `with_image` replaces with the URL of an image."""
+SEEN = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": IMAGE}}]}]
 SHORT = {"max_tokens": 2, "timings": True}
 ALL_OF_CHATS = {"n": 2, "logprobs": True, "top_logprobs": 2, "media_spans": True}
 TOKENS = {"return_token_ids": True, "return_tokens_as_token_ids": True, "logprob_token_ids": [5, 7]}
@@ -147,13 +147,13 @@ STREAMS = [
 
 @pytest.mark.parametrize(("route", "body"), ANSWERS)
 def test_answers_match_the_schema(http: Any, red_square: str, route: str, body: dict[str, Any]) -> None:
-    answer = http.post(route, json=with_picture(body, red_square)).raise_for_status()
+    answer = http.post(route, json=with_image(body, red_square)).raise_for_status()
     require(http, described(http, "post", route)["application/json"]["schema"], [answer.json()])
 
 
 @pytest.mark.parametrize(("route", "body"), STREAMS)
 def test_stream_events_match_the_schema(http: Any, red_square: str, route: str, body: dict[str, Any]) -> None:
-    answer = http.post(route, json=with_picture(body | {"stream": True}, red_square)).raise_for_status()
+    answer = http.post(route, json=with_image(body | {"stream": True}, red_square)).raise_for_status()
     data = described(http, "post", route)["text/event-stream"]["itemSchema"]["properties"]["data"]
     events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
     if "anyOf" in data:
@@ -177,8 +177,8 @@ def test_answers_to_get_match_the_schema(http: Any, route: str, path: str) -> No
     require(http, described(http, "get", route)["application/json"]["schema"], [answer.json()])
 
 
-def with_picture(body: dict[str, Any], picture: str) -> dict[str, Any]:
-    filled: dict[str, Any] = json.loads(json.dumps(body).replace(PICTURE, picture))
+def with_image(body: dict[str, Any], image: str) -> dict[str, Any]:
+    filled: dict[str, Any] = json.loads(json.dumps(body).replace(IMAGE, image))
     return filled
 
 

@@ -22,7 +22,7 @@ from mindie_mm.tokenize.prompts import sizes_of
 from mindie_mm.worker.no_engine import NoEngine
 from tests.service.conftest import TINY, MiB
 from tests.warm import running_service
-from tools.demo import data_url, picture
+from tools.demo import data_url, draw_shape
 from tools.serving import RunningService
 
 PUBLISHED = Path(__file__).parents[1] / "published"
@@ -87,7 +87,7 @@ def test_a_chat_has_the_ids_of_tokenize_and_a_range_per_image(render: httpx2.Cli
 
 
 def test_media_that_come_again_are_not_planned_again(render: httpx2.Client) -> None:
-    urls = [data_url(picture("blue", (40, 60, 200), "circle", x=at)) for at in (0.3, 0.6)]
+    urls = [data_url(draw_shape("blue", (40, 60, 200), "circle", x=at)) for at in (0.3, 0.6)]
 
     def counts() -> tuple[int, int]:
         found = re.findall(r"mindie_mm:plan_cache_(?:queries|hits)_total\{.*\} (\S+)", render.get("/metrics").text)
@@ -105,7 +105,7 @@ def test_media_that_come_again_are_not_planned_again(render: httpx2.Client) -> N
 
 
 def test_media_that_come_again_count_toward_the_limit_of_a_request(render: httpx2.Client) -> None:
-    image = f'<img src="{data_url(picture("blue", (40, 60, 200), "circle", x=0.4))}">'
+    image = f'<img src="{data_url(draw_shape("blue", (40, 60, 200), "circle", x=0.4))}">'
 
     def post(*prompts: str) -> httpx2.Response:
         return render.post("/v1/completions/render", json={"prompt": [*prompts], "mm_payload": "none"})
@@ -186,7 +186,7 @@ def test_token_ids_are_limited_like_texts(render: httpx2.Client) -> None:
 
 
 def test_hashes_are_those_of_the_images_that_truncation_leaves(render: httpx2.Client, red_square: str) -> None:
-    blue = data_url(picture("blue", (40, 60, 220), "circle", x=0.5))
+    blue = data_url(draw_shape("blue", (40, 60, 220), "circle", x=0.5))
     whole = none(render, chat(red_square, blue))
     last = whole["features"]["mm_placeholders"]["image"][1]
     num_kept = len(whole["token_ids"]) - last["offset"] + 1
@@ -207,7 +207,7 @@ def test_a_uuid_without_data_has_the_hash_of_its_first_request(render: httpx2.Cl
 
 def test_a_uuid_names_the_data_that_came_last(render: httpx2.Client, red_square: str) -> None:
     """Its data may be kept, and be planned already, as those of another request before."""
-    other = data_url(picture("green", (40, 160, 60), "star", x=0.5).resize((112, 112)))
+    other = data_url(draw_shape("green", (40, 160, 60), "star", x=0.5).resize((112, 112)))
 
     def rendered(url: str | None) -> dict[str, Any]:
         part = {"type": "image_url", "image_url": {"url": url}, "uuid": "again"}

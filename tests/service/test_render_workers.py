@@ -19,7 +19,7 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tools.demo import encode, picture
+from tools.demo import draw_shape, encode
 from tools.serving import RunningService, running_service
 
 RENDER = "/v1/chat/completions/render"
@@ -46,7 +46,7 @@ class Files(BaseHTTPRequestHandler):
 
 @contextmanager
 def file_server() -> Iterator[str]:
-    Files.data, Files.fetched = encode(picture("red", (220, 40, 40), "square", x=0.4), "PNG"), 0
+    Files.data, Files.fetched = encode(draw_shape("red", (220, 40, 40), "square", x=0.4), "PNG"), 0
     with ThreadingHTTPServer(("127.0.0.1", 0), Files) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/image.png"
@@ -105,7 +105,7 @@ def test_workers_share_a_port_and_plans_and_survive_each_other(tmp_path: Path) -
         assert prompts == prompts[:1] * 12
 
         fetched = Files.fetched
-        Files.data = encode(picture("green", (40, 160, 60), "star", x=0.5), "PNG")
+        Files.data = encode(draw_shape("green", (40, 160, 60), "star", x=0.5), "PNG")
         assert render(service, None, uuid="name").json()["features"] == prompts[0][1], "any worker knows the uuid"
         assert render(service, url, uuid="name").json()["features"] == prompts[0][1], "URLs may change later"
         assert Files.fetched == fetched

@@ -22,7 +22,7 @@ from mindie_mm.settings.cgroup import available_cpus
 from tests.warm import running_service
 from tests.watching import metric, wait_until
 from tools import serving
-from tools.demo import data_url, picture
+from tools.demo import data_url, draw_shape
 from tools.serving import RunningService
 
 KEY = "the-operators-key"
@@ -58,8 +58,8 @@ def engines(service: RunningService) -> list[psutil.Process]:
     return [child for child in children if ENGINE in child.cmdline()]
 
 
-def ask(http: Any, picture: str, **changes: Any) -> str:
-    content = [{"type": "image_url", "image_url": {"url": picture}}, {"type": "text", "text": "What is in the image?"}]
+def ask(http: Any, image: str, **changes: Any) -> str:
+    content = [{"type": "image_url", "image_url": {"url": image}}, {"type": "text", "text": "What is in the image?"}]
     body = {"messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 16} | changes
     answer = http.post("/v1/chat/completions", json=body)
     assert answer.status_code == 200, answer.text
@@ -85,7 +85,7 @@ def test_metrics_of_a_single_engine_have_no_label_for_it(service: RunningService
     assert 'engine="' not in text
 
 
-def test_a_repeated_picture_is_encoded_once(pair: RunningService, http: Any, red_square: str) -> None:
+def test_a_repeated_image_is_encoded_once(pair: RunningService, http: Any, red_square: str) -> None:
     for _ in range(4):
         assert "red square" in ask(http, red_square)
     counts = [
@@ -113,13 +113,13 @@ def test_an_engine_of_two_that_dies_loses_no_request_without_output(
 
 def test_a_request_that_waits_in_an_engine_that_dies_is_not_preprocessed_again(pair: RunningService, http: Any) -> None:
     """`media_remade_total` counts each image that is decoded, or copied from the cache, for a second attempt."""
-    pictures = [data_url(picture("red", (220, 40, 40), "square", x=x)) for x in (0.35, 0.45, 0.5, 0.55)]
+    images = [data_url(draw_shape("red", (220, 40, 40), "square", x=x)) for x in (0.35, 0.45, 0.5, 0.55)]
     before, remade = engines(pair), metric(pair, "media_remade_total")
     for engine in before:
         engine.suspend()
     try:
         with ThreadPoolExecutor() as threads:
-            answers = [threads.submit(ask, http, one) for one in pictures]
+            answers = [threads.submit(ask, http, one) for one in images]
             wait_until(lambda: http.get("/shm").json()["blocks"] == len(answers))
             before[0].kill()
             before[1].resume()

@@ -22,7 +22,7 @@ from tests.service.test_messages_api import parsed
 from tests.service.test_tool_calls import WEATHER
 from tests.sound_samples import encode_sound, tone
 from tests.warm import running_service
-from tools.demo import picture
+from tools.demo import draw_shape
 
 TOOL = {"type": "function", "name": "get_weather", "parameters": WEATHER}
 RUN = {"type": "custom", "name": "run", "description": "Runs code."}
@@ -200,7 +200,7 @@ def test_the_answer_is_that_of_a_chat(client: openai.OpenAI, red_square: str) ->
 def test_sound_and_a_file_at_a_url_are_those_of_a_chat(http: httpx2.Client) -> None:
     sound = base64.b64encode(encode_sound(tone(1), 16_000)).decode()
     heard = {"type": "input_audio", "input_audio": {"data": sound, "format": "wav"}}
-    pdf = pdf_of(picture("red", (220, 40, 40), "square", x=0.4))
+    pdf = pdf_of(draw_shape("red", (220, 40, 40), "square", x=0.4))
     page = f"data:application/pdf;base64,{base64.b64encode(pdf).decode()}"
     parts = [heard, {"type": "input_file", "file_url": page, "filename": "a.pdf"}]
     used = ask(http, input=[{"role": "user", "content": parts}], max_output_tokens=1)["usage"]

@@ -178,7 +178,7 @@ def test_the_openai_client_is_answered(service: RunningService, capsys: pytest.C
 
 
 @pytest.mark.usefixtures("checkout", "copied_workers")
-def test_llm_answers_about_a_picture(capsys: pytest.CaptureFixture[str]) -> None:
+def test_llm_answers_about_an_image(capsys: pytest.CaptureFixture[str]) -> None:
     run(snippet(README, "python", "with LLM()"))
     assert "circle" in capsys.readouterr().out
 
@@ -192,7 +192,7 @@ def test_llm_answers_with_one_of_the_choices(capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("checkout", "copied_workers")
-def test_llm_with_decoders_answers_about_a_picture(capsys: pytest.CaptureFixture[str]) -> None:
+def test_llm_with_decoders_answers_about_an_image(capsys: pytest.CaptureFixture[str]) -> None:
     run(snippet(PYTHON_PAGE, "python", "decoders=2"))
     assert "circle" in capsys.readouterr().out
 
@@ -230,7 +230,7 @@ def test_a_block_of_the_library_is_read_by_its_two_numbers() -> None:
 
 @pytest.mark.usefixtures("checkout", "copied_workers")
 @pytest.mark.slow
-def test_encoded_features_take_the_place_of_a_picture(capsys: pytest.CaptureFixture[str]) -> None:
+def test_encoded_features_take_the_place_of_an_image(capsys: pytest.CaptureFixture[str]) -> None:
     source = snippet(PYTHON_PAGE, "python", "llm.encode")
     run(source)
     shape, text = capsys.readouterr().out.splitlines()
@@ -356,7 +356,7 @@ def test_a_plan_counts_tokens(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("copied_workers")
-def test_llm_answers_about_the_picture_of_the_ids(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_llm_answers_about_the_image_of_the_ids(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(snippet(PYTHON_PAGE, "python", "llm.generate([ids]"))
     assert capsys.readouterr().out == "red circle\n"
     assert not (checkout / "shm_name.txt").exists()

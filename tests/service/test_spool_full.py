@@ -29,7 +29,7 @@ from service.request.prompts import spool_directory
 from service.request.quota import SpoolProbe, room_to_spool
 from tests.service.conftest import SETTINGS, TINY
 from tests.warm import running_service
-from tools.demo import picture
+from tools.demo import draw_shape
 
 KiB = 2**10
 
@@ -205,7 +205,7 @@ def test_a_folder_that_cannot_be_removed_fails_no_request(tmp_path: Path, caplog
 def test_a_request_that_finds_the_spool_full_gets_503_with_retry_after(tmp_path: Path) -> None:
     """The request gets 503 while the image of another request is fetched, and 200 after that request is answered."""
     body = tmp_path / "a.png"
-    picture("red", (220, 40, 40), "square", x=0.4).save(body)
+    draw_shape("red", (220, 40, 40), "square", x=0.4).save(body)
     data = body.read_bytes()
     data += bytes(40 * KiB - len(data))
     started, go_on = threading.Event(), threading.Event()

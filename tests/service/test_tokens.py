@@ -25,7 +25,7 @@ def test_a_text_survives_tokenize_and_detokenize(http: Any, prompt: str) -> None
     assert back == {"prompt": prompt}
 
 
-def test_a_chat_with_a_picture_has_plain_ids(service: RunningService, http: Any, red_square: str) -> None:
+def test_a_chat_with_an_image_has_plain_ids(service: RunningService, http: Any, red_square: str) -> None:
     messages = [
         {"role": "user", "content": [{"type": "image_url", "image_url": {"url": red_square}}, {"text": "What?"}]}
     ]

@@ -108,9 +108,9 @@ def traced(
     assert "Ozymandias" not in (folder / "log").read_text()
 
 
-def send_requests(service: RunningService, picture: str) -> None:
+def send_requests(service: RunningService, image: str) -> None:
     with httpx2.Client(base_url=service.url, timeout=300) as http:
-        content = [{"type": "image_url", "image_url": {"url": picture}}, {"type": "text", "text": PROMPT}]
+        content = [{"type": "image_url", "image_url": {"url": image}}, {"type": "text", "text": PROMPT}]
         chat = {"messages": [{"role": "user", "content": content}], "ignore_eos": True}
         more = {"max_tokens": 5, "stream": True, "temperature": 0.5}
         http.post("/v1/chat/completions", json=chat | more, headers={"traceparent": TRACEPARENT}).raise_for_status()

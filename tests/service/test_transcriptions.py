@@ -236,7 +236,7 @@ def test_harmless_fields_are_ignored(http: httpx2.Client, fields: dict[str, str]
         (encode_video(moving_frames(3)), "no audio stream"),
         (speech(4)[:60_000], "truncated"),
     ],
-    ids=["text", "empty", "short", "picture", "silent film", "truncated"],
+    ids=["text", "empty", "short", "image", "silent film", "truncated"],
 )
 def test_a_file_that_is_no_speech_is_refused(http: httpx2.Client, data: bytes, words: str) -> None:
     answer = transcribe(http, data)

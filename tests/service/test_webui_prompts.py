@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from tests.media_samples import encoded, photograph
-from tools.demo import picture
+from tools.demo import draw_shape
 
 WHAT = "What is in the image?"
 
@@ -23,12 +23,12 @@ def tag(image: Any, **settings: Any) -> str:
 
 @pytest.fixture(scope="module")
 def red() -> str:
-    return tag(picture("red", (220, 40, 40), "square", x=0.4), quality=90)
+    return tag(draw_shape("red", (220, 40, 40), "square", x=0.4), quality=90)
 
 
 @pytest.fixture(scope="module")
 def blue() -> str:
-    return tag(picture("blue", (50, 80, 210), "circle", x=0.5), quality=90)
+    return tag(draw_shape("blue", (50, 80, 210), "circle", x=0.5), quality=90)
 
 
 def turn(question: str) -> str:
@@ -58,7 +58,7 @@ def source(img: str) -> str:
     return img.removeprefix('<img src="').removesuffix('">')
 
 
-def test_a_picture_keeps_its_place_in_the_prompt(
+def test_an_image_keeps_its_place_in_the_prompt(
     client: openai.OpenAI, http: httpx2.Client, red: str, blue: str
 ) -> None:
     prompt = f"{turn('First')}{red} and {blue}{turn(WHAT)}"
@@ -83,8 +83,8 @@ def test_white_space_in_base64_is_ignored(http: httpx2.Client, red: str, change:
 
 
 @pytest.mark.parametrize("kind", ["PNG", "WEBP", "GIF"])
-def test_a_picture_may_have_another_format(http: httpx2.Client, red: str, kind: str) -> None:
-    data = base64.b64encode(encoded(picture("red", (220, 40, 40), "square", x=0.4), kind)).decode()
+def test_an_image_may_have_another_format(http: httpx2.Client, red: str, kind: str) -> None:
+    data = base64.b64encode(encoded(draw_shape("red", (220, 40, 40), "square", x=0.4), kind)).decode()
     other = f'<img src="data:image/{kind.lower()};base64,{data}">'
     assert ids_of(http, prompt=f"{other}{WHAT}") == ids_of(http, prompt=f"{red}{WHAT}")
 
@@ -109,7 +109,7 @@ def test_a_long_data_url_in_a_text_is_refused(http: httpx2.Client, red: str) -> 
         assert len(message) < 500
 
 
-def test_the_pixels_of_a_picture_change_the_answer(
+def test_the_pixels_of_an_image_change_the_answer(
     client: openai.OpenAI, http: httpx2.Client, red: str, blue: str
 ) -> None:
     texts = [f"{one}{WHAT}" for one in (red, blue)]
@@ -164,7 +164,7 @@ def test_other_tags_stay_text(client: openai.OpenAI, http: httpx2.Client, change
         assert answer.choices[0].text.startswith(text)
 
 
-def test_text_around_a_picture_forms_no_media_token(http: httpx2.Client, red: str) -> None:
+def test_text_around_an_image_forms_no_media_token(http: httpx2.Client, red: str) -> None:
     alone = ids_of(http, prompt=red)
     pad = max(set(alone), key=alone.count)
     for text in ("<|IMAGE|>", "<|vision_bos|><|IMAGE|><|vision_eos|>", "<|IMA", "GE|>", "<|vision_eos|>"):
@@ -194,18 +194,18 @@ def test_a_tag_in_a_chat_stays_text(http: httpx2.Client, red: str) -> None:
         ([f'<img src="data:image/jpeg;base64,{"A" * 2_600_000}">'] * 3, "the limit is 5242880"),
         (['<img src="data:image/jpeg;base64,AAAA">'] * 5, "5 media items; the limit is 4"),
     ],
-    ids=["padding", "cut", "no picture", "5", "150,000", "large", "sum", "sum over prompts", "5 prompts"],
+    ids=["padding", "cut", "no image", "5", "150,000", "large", "sum", "sum over prompts", "5 prompts"],
 )
-def test_invalid_and_oversized_pictures_are_refused(http: httpx2.Client, prompt: Any, message: str) -> None:
+def test_invalid_and_oversized_images_are_refused(http: httpx2.Client, prompt: Any, message: str) -> None:
     answer = http.post("/v1/completions", json={"prompt": prompt})
     assert answer.status_code == 400, answer.text[:500]
     assert re.search(message, answer.json()["error"]["message"]), answer.text[:500]
-    assert len(answer.content) < 1000, "the answer holds no picture"
+    assert len(answer.content) < 1000, "the answer holds no image"
     if isinstance(prompt, str):
         assert http.post("/infer", json={"inputs": prompt}).status_code == 400
 
 
-def test_a_truncated_picture_is_refused(http: httpx2.Client) -> None:
+def test_a_truncated_image_is_refused(http: httpx2.Client) -> None:
     whole = encoded(photograph(size=(64, 64)), "JPEG")
     text = base64.b64encode(whole[:40]).decode()
     answer = http.post("/v1/completions", json={"prompt": f'<img src="data:image/jpeg;base64,{text}">?'})

@@ -83,7 +83,7 @@ class Room:
         assert self.heap.free_bytes == self.heap.largest_bytes == self.capacity
 
 
-def pictures(draw: random.Random, pixels: float, spread: float) -> int:
+def images(draw: random.Random, pixels: float, spread: float) -> int:
     """Return the size in bytes of an image's patches and header. The image's sides are multiples of 28."""
     side = math.sqrt(pixels * draw.lognormvariate(0, spread))
     width, height = (28 * max(1, round(side * ratio / 28)) for ratio in (1.2, 0.85))
@@ -95,9 +95,9 @@ def requests(draw: random.Random, videos: float, scans: list[int]) -> Iterator[t
     while True:
         tenant, lifetime, number = draw.random(), draw.expovariate(1 / 20), 1
         if tenant < 0.35:  # thumbnails for a feed
-            size, number, lifetime = pictures(draw, 200 * 200, 0.5), draw.choice((1, 1, 1, 10)), lifetime / 4
+            size, number, lifetime = images(draw, 200 * 200, 0.5), draw.choice((1, 1, 1, 10)), lifetime / 4
         elif tenant < 0.80:  # photographs, up to 20 MB
-            size = min(pictures(draw, 1280 * 960, 0.9), 20 * MiB)
+            size = min(images(draw, 1280 * 960, 0.9), 20 * MiB)
         elif tenant < 1 - 2 * videos:  # scanned documents: a few page sizes, and several pages at once
             size, number = draw.choice(scans), draw.choice((1, 4, 12))
         elif tenant < 1 - videos:  # short videos

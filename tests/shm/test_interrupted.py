@@ -21,7 +21,7 @@ from mindie_mm.shm.format import block, layout
 from mindie_mm.shm.owner import arena as arena_module
 from mindie_mm.shm.owner import arena_file, heap, queue, table
 from mindie_mm.tokenize import Tokenizer
-from tests.models.contract import picture
+from tests.models.contract import noise
 
 SPECS = {"x": ArraySpec((100 << 10,), "uint8")}
 SMALL = {"x": ArraySpec((15 << 10,), "uint8")}
@@ -206,7 +206,7 @@ def test_a_tokenizer_replaces_an_arena_lost_to_an_interrupt(path_file: Path) -> 
     replaced, number = 0, 0
 
     def tokenize() -> Ref:
-        ids = tokenizer.tokenize([{"image": picture(30, 40)}], path_file)
+        ids = tokenizer.tokenize([{"image": noise(30, 40)}], path_file)
         return Ref.from_words(*ids[ids < 0].tolist())
 
     def own() -> list[int]:

@@ -22,7 +22,7 @@ def main() -> int:
     parser.add_argument("--warm", type=int, default=2_000, help="requests before the first measurement that counts")
     parser.add_argument("--every", type=int, default=500, help="requests between two measurements")
     parser.add_argument("--clients", type=int, default=16)
-    parser.add_argument("--pictures", type=int, default=150, help="different ones")
+    parser.add_argument("--images", type=int, default=150, help="number of different images")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--arena-bytes", type=int, help="size of the arena; by default 64 MiB")
     parser.add_argument("--kill-decoders", type=float, default=0.0, metavar="SECONDS", help="kill one that often")
@@ -35,7 +35,7 @@ def main() -> int:
         options.warm,
         options.every,
         options.clients,
-        options.pictures,
+        options.images,
         options.seed,
         say,
         arena_bytes=options.arena_bytes,

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.attacks.pictures import jpeg_of_size, png
-from tools.demo import audio, encode, image, input_audio, picture, video_part, write_sound, write_video
+from tests.attacks.images import jpeg_of_size, png
+from tools.demo import audio, draw_shape, encode, image, input_audio, video_part, write_sound, write_video
 from training.scenes import TRAIN, draw, single
 
 CHAT, COMPLETIONS, INFER, GENERATE = "/v1/chat/completions", "/v1/completions", "/infer", "/generate"
@@ -55,21 +55,21 @@ def asking(*media: dict[str, Any], text: str = WHAT) -> list[dict[str, Any]]:
     return [*media, {"type": "text", "text": text}]
 
 
-def right(folder: Path, pictures: int) -> list[Case]:
-    """Return valid requests about `pictures` images and about other media, which are written into `folder`."""
+def right(folder: Path, images: int) -> list[Case]:
+    """Return valid requests about `images` images and about other media, which are written into `folder`."""
     scenes = [
         base64.b64encode(encode(draw(single(random.Random(seed), TRAIN)), ("JPEG", "PNG", "WEBP")[seed % 3])).decode()
-        for seed in range(pictures)
+        for seed in range(images)
     ]
-    return [*_with_media(folder, scenes), *_of_text(), *(case for raw in scenes for case in _of_picture(raw))]
+    return [*_with_media(folder, scenes), *_of_text(), *(case for raw in scenes for case in _of_image(raw))]
 
 
-def _of_picture(raw: str) -> Iterator[Case]:
+def _of_image(raw: str) -> Iterator[Case]:
     """Yield a request about the image for each endpoint that accepts images."""
     url = f"data:image/jpeg;base64,{raw}"
     content = asking(image(url))
-    yield chat("picture", content)
-    yield chat("picture, streamed", content, stream=True, stream_options={"include_usage": True})
+    yield chat("image", content)
+    yield chat("image, streamed", content, stream=True, stream_options={"include_usage": True})
     items = [{"image": raw}, {"text": "What colour is it?"}]
     yield Case("/infer", INFER, {"inputs": items, "parameters": {"max_new_tokens": 8, "details": True}})
     yield Case("/infer, streamed", INFER, {"inputs": items, "stream": True, "parameters": {"max_new_tokens": 8}})
@@ -77,14 +77,14 @@ def _of_picture(raw: str) -> Iterator[Case]:
 
 def _with_media(folder: Path, scenes: list[str]) -> Iterator[Case]:
     video, beeps = folder / "video.mp4", folder / "beeps.wav"
-    write_video(video, [picture("orange", (255, 140, 0), "circle", x=0.2 + 0.075 * i, size=0.3) for i in range(9)])
+    write_video(video, [draw_shape("orange", (255, 140, 0), "circle", x=0.2 + 0.075 * i, size=0.3) for i in range(9)])
     write_sound(beeps, "beeps", hertz=880.0, spans=[(0.1 + 0.35 * i, 0.13) for i in range(3)], seconds=1.2)
     first, second = (image(raw) for raw in scenes[:2])
     yield chat("video", asking(video_part(video), text="Which way does the shape move?"))
     yield chat("video, fewer frames", asking({"video": str(video), "num_frames": 4}, text="Which way?"), stream=True)
     yield chat("sound", asking(audio(beeps), text="How many beeps do you hear?"))
     yield chat("sound in base64", asking(input_audio(beeps), text="How many beeps do you hear?"), stream=True)
-    yield chat("two pictures", asking(first, second, text="Do both pictures show the same colour?"))
+    yield chat("two images", asking(first, second, text="Do both pictures show the same colour?"))
     everything = asking(first, video_part(video), audio(beeps), second, text="What do you see and hear?")
     yield chat("four items", everything, max_tokens=16)
     yield chat("several choices", asking(first), n=3, temperature=1.0, seed=5)
@@ -113,18 +113,18 @@ def _of_text() -> Iterator[Case]:
 def wrong(folder: Path) -> list[Case]:
     """Return invalid requests, each with the expected status."""
 
-    def pictured(name: str, data: bytes) -> Case:
+    def with_image(name: str, data: bytes) -> Case:
         return chat(name, asking(image(base64.b64encode(data).decode())), 400)
 
     broken = folder / "broken.mp4"
     broken.write_bytes((folder / "video.mp4").read_bytes()[:600])
-    whole = encode(picture("red", (220, 40, 40), "square", x=0.4), "PNG")
+    whole = encode(draw_shape("red", (220, 40, 40), "square", x=0.4), "PNG")
     return [
-        pictured("a bomb", png(30_000, 30_000)),
-        pictured("a huge JPEG by its header", jpeg_of_size(65_000, 65_000)),
-        pictured("a picture cut short", whole[: len(whole) // 2]),
-        pictured("no picture", b"hello, world" * 9),
-        pictured("an item too large", bytes(MiB // 2 + 1)),
+        with_image("a bomb", png(30_000, 30_000)),
+        with_image("a huge JPEG by its header", jpeg_of_size(65_000, 65_000)),
+        with_image("an image cut short", whole[: len(whole) // 2]),
+        with_image("no image", b"hello, world" * 9),
+        with_image("an item too large", bytes(MiB // 2 + 1)),
         chat("a video cut short", asking(video_part(broken)), 400),
         chat("no sound", asking({"type": "input_audio", "input_audio": {"data": "UklGRiQA", "format": "wav"}}), 400),
         chat("a private address", asking(image("http://127.0.0.1:1/x.png")), 400),

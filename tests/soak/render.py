@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 import aiohttp
 from PIL import Image
 
-from tests.attacks import pictures
+from tests.attacks import images
 from tests.soak.clients import leave, leave_uploading
 from tests.soak.mix import Case
 from tests.soak.watch import Sample, sample
@@ -45,7 +45,7 @@ SETTINGS: dict[str, object] = {
 }
 SHARES = {"right": 30, "new": 20, "hostile": 15, "truncated": 10, "headers": 5, "leaving": 15, "leaving early": 5}
 """Kinds of requests by frequency."""
-HOSTILE = (pictures.BOMBS, pictures.BROKEN, pictures.INFLATED, pictures.OTHER_FORMATS)
+HOSTILE = (images.BOMBS, images.BROKEN, images.INFLATED, images.OTHER_FORMATS)
 WARM_SHARE = 1 / 3
 """Share of the time before the first measurement that counts."""
 GROWTH = 0.05
@@ -111,7 +111,7 @@ def chat(data: bytes) -> Case:
     return Case("chat", ROUTE, {"mm_payload": "none", "messages": [{"role": "user", "content": content}]})
 
 
-def picture(seed: int) -> bytes:
+def image(seed: int) -> bytes:
     """Return a JPEG or PNG file of a size that depends on `seed`."""
     draw, file = random.Random(seed), io.BytesIO()
     size = draw.randrange(32, 320), draw.randrange(32, 320)
@@ -120,7 +120,7 @@ def picture(seed: int) -> bytes:
 
 
 def renewed(data: bytes, number: int) -> bytes:
-    """Return the file of a picture with another content, but the same size."""
+    """Return the file of an image with another content, but the same size."""
     return data + b"%d" % number
 
 
@@ -131,7 +131,7 @@ class Clients:
         self._url, self._http, self._report = url, http, report
         self._draw = random.Random(seed)
         self._number = 0
-        self._right = [picture(seed) for seed in range(24)]
+        self._right = [image(seed) for seed in range(24)]
         self._hostile = [data for make in HOSTILE for one in make.values() if len(data := one()) < MAX_HOSTILE_BYTES]
         self._expected: dict[bytes, tuple[int, Any]] = {}
 

@@ -72,7 +72,7 @@ def soak(
     warm: int,
     every: int,
     clients: int,
-    pictures: int,
+    images: int,
     seed: int = 1,
     say: Callable[[str], object] = print,
     *,
@@ -87,7 +87,7 @@ def soak(
         warm: Number of requests before the first measurement that counts.
         every: Number of requests per round.
         clients: Number of clients.
-        pictures: Number of different images.
+        images: Number of different images.
         seed: Seed of the random choices.
         say: Function that prints a line about each round.
         arena_bytes: Size of the arena. The default is the size in `SETTINGS`.
@@ -111,7 +111,7 @@ def soak(
         report = Report()
         try:
             with running_service(SETTINGS | own, folder / "log") as service:
-                cases = [*right(media, pictures), *wrong(media)]
+                cases = [*right(media, images), *wrong(media)]
                 running = _Soak(service, cases, report, random.Random(seed), say)
                 asyncio.run(running.run(requests, warm, every, clients, kill_every_s, seconds))
                 report.exit_status = service.stop()
@@ -138,8 +138,8 @@ class _Soak:
         self._report = report
         self._draw = draw
         self._say = say
-        pictured = next(case for case in cases if case.name == "picture")
-        raw = pictured.body["messages"][0]["content"][0]["image_url"]["url"]
+        first = next(case for case in cases if case.name == "image")
+        raw = first.body["messages"][0]["content"][0]["image_url"]["url"]
         self._endless = [endless(raw, stream=stream) for stream in (True, False)]
         self._late = Case(
             "late",

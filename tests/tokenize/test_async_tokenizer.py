@@ -89,8 +89,8 @@ async def test_prompts_equal_those_of_the_library(tokenizer, request_path, check
 
 async def test_prompts_tokenized_together_equal_prompts_tokenized_alone(tokenizer, request_path):
     path_file = request_path / "shm_name.txt"
-    text, picture, video = items_of(request_path)
-    given = [[text], [picture, text, picture], [video, text], [text, text]]
+    text, image, video = items_of(request_path)
+    given = [[text], [image, text, image], [video, text], [text, text]]
     requests = [request_of_items(items, path_file=str(path_file)) for items in given]
     together = await tokenizer.tokenize_together(requests)
     assert blocks(tokenizer, "published") == release(path_file) == 3
@@ -101,15 +101,15 @@ async def test_prompts_tokenized_together_equal_prompts_tokenized_alone(tokenize
 
 
 async def test_a_failed_prompt_frees_the_blocks_of_the_other_prompts(tokenizer, request_path):
-    text, picture, _ = items_of(request_path)
+    text, image, _ = items_of(request_path)
     (request_path / "image" / "1.jpg").write_bytes((request_path / "image" / "0.jpg").read_bytes()[:-3000])
     broken = {"image": str(request_path / "image" / "1.jpg")}
     path_file = str(request_path / "shm_name.txt")
-    requests = [request_of_items(items, path_file=path_file) for items in ([picture], [text], [picture, broken])]
+    requests = [request_of_items(items, path_file=path_file) for items in ([image], [text], [image, broken])]
     with pytest.raises(MediaError, match=r"^media item 1 \(image\): "):
         await tokenizer.tokenize_together(requests)
     assert blocks(tokenizer) == 0
-    other = request_of_items([picture], path_file=str(request_path / "other.txt"))
+    other = request_of_items([image], path_file=str(request_path / "other.txt"))
     with pytest.raises(InputError, match="share one path file"):
         await tokenizer.tokenize_together([*requests[:2], other])
 

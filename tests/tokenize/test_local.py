@@ -32,8 +32,8 @@ async def start_and_close() -> None:
 
 
 async def test_prompts_tokenized_together_equal_prompts_tokenized_alone(tmp_path: Path) -> None:
-    picture, text = {"image": Image.new("RGB", (60, 90))}, {"text": "What?"}
-    given = [[text], [picture, text, picture], [picture]]
+    image, text = {"image": Image.new("RGB", (60, 90))}, {"text": "What?"}
+    given = [[text], [image, text, image], [image]]
     requests = [request_of_items(items, path_file=str(tmp_path / "shm_name.txt")) for items in given]
     tokenizer = await LocalTokenizer.start(TINY, WorkerConfig(arena_bytes=2**20))
     try:

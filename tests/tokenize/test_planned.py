@@ -14,7 +14,7 @@ from mindie_mm.media.image.encoded_image import open_image
 from mindie_mm.shm import Ref, arenas_of, attach
 from mindie_mm.shm.format.item import ITEM
 from mindie_mm.tokenize import Tokenizer
-from tests.attacks.pictures import chunk
+from tests.attacks.images import chunk
 from tests.heic_samples import coded, heif
 from tests.media_samples import encode_video, encoded, moving_frames, photograph
 
@@ -29,8 +29,8 @@ def turned() -> Image.Exif:
     return exif
 
 
-def upright(picture: Image.Image) -> bytes:
-    return encoded(picture, exif=turned())
+def upright(image: Image.Image) -> bytes:
+    return encoded(image, exif=turned())
 
 
 def xmp() -> PngInfo:
@@ -96,13 +96,13 @@ def test_a_plan_with_decoder_processes_is_the_same(checkpoint_path, tokenizer):
 
 
 def test_equal_headers_have_equal_spans_but_other_digests(tokenizer):
-    one, other = (tokenizer.plan(chat({"image": picture(value)})) for value in (0, 255))
+    one, other = (tokenizer.plan(chat({"image": image(value)})) for value in (0, 255))
     (first,), (second,) = one.spans, other.spans
     assert (first.start, first.stop) == (second.start, second.stop)
     assert first.digest != second.digest
 
 
-def picture(value: int) -> bytes:
+def image(value: int) -> bytes:
     return encoded(Image.new("RGB", (120, 80), (value, value, value)), "PNG")
 
 

@@ -71,7 +71,7 @@ def assert_equal(one: list[dict[str, np.ndarray[Any, Any]]], other: list[dict[st
             np.testing.assert_array_equal(first[name], second[name])
 
 
-def test_a_repeated_picture_is_not_decoded_again(run: Run) -> None:
+def test_a_repeated_image_is_not_decoded_again(run: Run) -> None:
     once = run.arrays({"image": CAT}, {"image": COFFEE})
     assert run.num_decoded == 2
     again = run.arrays({"image": COFFEE}, {"image": CAT})
@@ -79,22 +79,22 @@ def test_a_repeated_picture_is_not_decoded_again(run: Run) -> None:
     assert_equal(again, once[::-1])
 
 
-def test_a_picture_repeated_in_one_prompt_is_decoded_once(run: Run) -> None:
+def test_an_image_repeated_in_one_prompt_is_decoded_once(run: Run) -> None:
     first, second = run.arrays({"image": CAT}, {"image": CAT})
     assert run.num_decoded == 1
     assert_equal([first], [second])
 
 
-def test_other_settings_decode_a_picture_again(run: Run) -> None:
+def test_other_settings_decode_an_image_again(run: Run) -> None:
     (large,) = run.arrays({"image": CAT})
     (small,) = run.arrays({"image": CAT, "max_pixels": 56 * 56})
     assert run.num_decoded == 2
     assert small["pixel_values"].nbytes < large["pixel_values"].nbytes
 
 
-def test_the_least_recently_used_picture_is_dropped(run: Run) -> None:
-    for picture in (CAT, COFFEE, CAT, ROCKET):  # ROCKET evicts COFFEE
-        run.arrays({"image": picture})
+def test_the_least_recently_used_image_is_dropped(run: Run) -> None:
+    for data in (CAT, COFFEE, CAT, ROCKET):  # ROCKET evicts COFFEE
+        run.arrays({"image": data})
     assert run.num_decoded == 3
     run.arrays({"image": CAT}, {"image": ROCKET})
     assert run.num_decoded == 3
@@ -103,13 +103,13 @@ def test_the_least_recently_used_picture_is_dropped(run: Run) -> None:
 
 
 @pytest.mark.parametrize("capacity_bytes", [0, NBYTES - 1])
-def test_a_picture_larger_than_the_cache_is_not_kept(run: Run, capacity_bytes: int) -> None:
+def test_an_image_larger_than_the_cache_is_not_kept(run: Run, capacity_bytes: int) -> None:
     run.keep(capacity_bytes)
     assert_equal(run.arrays({"image": CAT}), run.arrays({"image": CAT}))
     assert run.num_decoded == 2
 
 
-def test_a_picture_that_failed_is_not_kept(run: Run) -> None:
+def test_an_image_that_failed_is_not_kept(run: Run) -> None:
     cut = CAT[: len(CAT) // 2]
     for _ in range(2):
         with pytest.raises(MediaError, match="media item 0"):

@@ -43,15 +43,15 @@ import psutil
 from PIL import Image
 from mindie_mm import LLM, SamplingParams, Tokenizer
 
-PICTURE = Image.linear_gradient("L").convert("RGB")
+IMAGE = Image.linear_gradient("L").convert("RGB")
 
 def make(decoders):
     if {kind!r} == "LLM":
         made = LLM({path!r}, decoders=decoders)
         params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-        return made, lambda: made.generate([[{{"image": PICTURE}}, {{"text": "What?"}}]] * 3, params)[2].token_ids
+        return made, lambda: made.generate([[{{"image": IMAGE}}, {{"text": "What?"}}]] * 3, params)[2].token_ids
     made = Tokenizer.from_pretrained({path!r}, decoders=decoders)
-    items = [{{"image": PICTURE}}, {{"image": PICTURE}}, {{"text": "What?"}}]
+    items = [{{"image": IMAGE}}, {{"image": IMAGE}}, {{"text": "What?"}}]
     return made, lambda: [id for id in made.tokenize(items, {path_file!r}).tolist() if id >= 0]
 
 made, ask = make(2)
@@ -213,17 +213,17 @@ def test_a_wrong_input_of_an_llm_with_decoders_fails_alone(llms: tuple[LLM, LLM]
     assert [output.token_ids for output in decoding] == [output.token_ids for output in alone]
 
 
-def test_a_text_does_not_wait_for_a_picture_in_an_llm_with_decoders(llms: tuple[LLM, LLM]) -> None:
+def test_a_text_does_not_wait_for_an_image_in_an_llm_with_decoders(llms: tuple[LLM, LLM]) -> None:
     _, llm = llms
     decoders: Any = llm._worker.tokenizer_stage._prompts.stage.decoders
     with stopped(*decoders.pids):
         done = threading.Event()
-        picture = threading.Thread(target=lambda: (llm.generate([[{"image": CAT}]], PARAMS), done.set()))
-        picture.start()
+        image = threading.Thread(target=lambda: (llm.generate([[{"image": CAT}]], PARAMS), done.set()))
+        image.start()
         wait_until(lambda: busy(decoders))
         assert llm.generate(["Hello"], PARAMS)[0].token_ids
         assert not done.is_set()
-    picture.join(300)
+    image.join(300)
     assert done.is_set()
 
 

@@ -134,13 +134,13 @@ def test_a_chat_is_tokenized_as_in_transformers(tokenizer, processor, spool):
     assert_same(tokenizer.tokenize_chat(messages), expected_inputs(processor, text, [image], [video]), processor)
 
 
-def test_texts_may_have_pictures_as_in_text_generation_webui(tokenizer, spool):
-    pictures = [("jpeg", spool / "image/0.jpg"), ("png", spool / "image/1.png")]
+def test_texts_may_have_images_as_in_text_generation_webui(tokenizer, spool):
+    images = [("jpeg", spool / "image/0.jpg"), ("png", spool / "image/1.png")]
     for kind in ("webp", "gif"):
-        pictures.append((kind, spool / f"image/2.{kind}"))
-        pictures[-1][1].write_bytes(encoded(photograph(size=(70, 80)), kind))
+        images.append((kind, spool / f"image/2.{kind}"))
+        images[-1][1].write_bytes(encoded(photograph(size=(70, 80)), kind))
     text, items = "", []
-    for kind, path in pictures:
+    for kind, path in images:
         text += f'Look: <img src="data:image/{kind};base64,{base64.b64encode(path.read_bytes()).decode()}">'
         items += [{"text": "Look: "}, {"image": str(path)}]
     path_file = spool / "shm_name.txt"
@@ -194,8 +194,8 @@ def test_sources_of_the_same_bytes_have_one_digest(tokenizer, spool):
 def test_every_form_of_the_same_frames_gives_the_same_pixels(tokenizer, spool):
     """The path file is beside the folder of the first frame that is given as a path."""
     frames = moving_frames(4, 56, 56)
-    pictures = [Image.fromarray(frame) for frame in frames]
-    files = [encoded(picture, "PNG") for picture in pictures]
+    images = [Image.fromarray(frame) for frame in frames]
+    files = [encoded(image, "PNG") for image in images]
     paths = [spool / "video" / f"{number}.png" for number in range(4)]
     for path, data in zip(paths, files, strict=True):
         path.write_bytes(data)
@@ -205,7 +205,7 @@ def test_every_form_of_the_same_frames_gives_the_same_pixels(tokenizer, spool):
         frames,
         list(frames),
         torch.from_numpy(frames),
-        pictures,
+        images,
         files,
         paths,
         list(map(str, paths)),
@@ -312,9 +312,9 @@ def test_items_that_do_not_fit_the_arena_are_refused(tokenizer, arena, spool):
 
 def test_a_prompt_with_too_many_items_is_refused_before_any_is_decoded(checkpoint_path, spool):
     limits = {"image": 2, "video": 0}
-    picture, broken = {"image": str(spool / "image/0.jpg")}, {"image": b"not a picture"}
+    image, broken = {"image": str(spool / "image/0.jpg")}, {"image": b"not an image"}
     with Tokenizer.from_pretrained(checkpoint_path, limit_mm_per_prompt=limits) as tokenizer:
-        assert len(tokenizer.tokenize([picture, picture])) > 2
+        assert len(tokenizer.tokenize([image, image])) > 2
         refused = pytest.raises(LimitExceeded, match=r"has 3 media items of kind image; the limit is 2 \(limit_mm")
         with refused:
             tokenizer.tokenize([broken] * 3, spool / "shm_name.txt")
@@ -494,12 +494,12 @@ def test_transparent_pixels_show_the_configured_background(checkpoint_path, aren
 
 
 def test_decoded_pixels_are_counted_per_request(checkpoint_path, arena, tmp_path):
-    picture, path_file = encoded(photograph(size=(300, 200))), tmp_path / "shm_name.txt"
+    image, path_file = encoded(photograph(size=(300, 200))), tmp_path / "shm_name.txt"
     caps = MediaCaps(max_request_pixels=120_000)
     with Tokenizer.from_pretrained(checkpoint_path, arena=arena, caps=caps) as tokenizer:
         for _ in range(3):
-            tokenizer.tokenize([{"image": picture}] * 2, path_file)
+            tokenizer.tokenize([{"image": image}] * 2, path_file)
             release(path_file)
         with pytest.raises(LimitExceeded, match=r"media item 2 .image.: .* at least 180000 pixels .* limit is 120000"):
-            tokenizer.tokenize([{"image": picture}] * 3, path_file)
+            tokenizer.tokenize([{"image": image}] * 3, path_file)
         assert arena.num_blocks == 0

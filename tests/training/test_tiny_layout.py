@@ -117,7 +117,7 @@ def test_beeps_are_counted_where_they_begin() -> None:
     assert (counted.diff() >= 0).all()
 
 
-def test_patches_of_a_picture_fill_both_moments_of_time() -> None:
+def test_patches_of_an_image_fill_both_moments_of_time() -> None:
     one = sample(random.Random(3), HELD_OUT, "name")
     raw, (t, h, w) = patches(one.images, IMAGE_PIXELS)
     assert t == 1

@@ -16,7 +16,7 @@ from tests.media_samples import encode_video
 ORIENTATION, IMAGE_ID = 0x0112, 0x800D
 
 
-def picture(width: int, height: int, mode: str = "RGB") -> Image.Image:
+def two_tone(width: int, height: int, mode: str = "RGB") -> Image.Image:
     """Return an image of two colors, which takes few bytes when it is encoded."""
     image = Image.new("RGB", (width, height), (200, 40, 30))
     image.paste(
@@ -64,44 +64,44 @@ SIZES = (
 def image_chats() -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the name and the body of each chat about images."""
     for width, height in SIZES:
-        yield f"{width}x{height}", chat(part(encoded(picture(width, height))))
+        yield f"{width}x{height}", chat(part(encoded(two_tone(width, height))))
     for turn in range(1, 9):
         exif = tagged({ORIENTATION: turn})
-        yield f"orientation {turn}", chat(part(encoded(picture(200, 100), "JPEG", exif=exif)))
-    yield "orientation in PNG", chat(part(encoded(picture(200, 100), exif=tagged({ORIENTATION: 6}))))
-    yield "orientation 0", chat(part(encoded(picture(200, 100), "JPEG", exif=tagged({ORIENTATION: 0}))))
+        yield f"orientation {turn}", chat(part(encoded(two_tone(200, 100), "JPEG", exif=exif)))
+    yield "orientation in PNG", chat(part(encoded(two_tone(200, 100), exif=tagged({ORIENTATION: 6}))))
+    yield "orientation 0", chat(part(encoded(two_tone(200, 100), "JPEG", exif=tagged({ORIENTATION: 0}))))
     uuid = "6f1e2a34-9a1c-4d5e-8f00-0123456789ab"
-    yield "image id", chat(part(encoded(picture(200, 100), "JPEG", exif=tagged({IMAGE_ID: uuid}))))
+    yield "image id", chat(part(encoded(two_tone(200, 100), "JPEG", exif=tagged({IMAGE_ID: uuid}))))
     for mode in ("L", "LA", "RGBA", "P", "1", "I;16"):
-        image = picture(120, 90, mode) if mode != "I;16" else Image.new("I;16", (120, 90), 30000)
+        image = two_tone(120, 90, mode) if mode != "I;16" else Image.new("I;16", (120, 90), 30000)
         yield f"PNG {mode}", chat(part(encoded(image)))
-    yield "PNG with a transparent color", chat(part(encoded(picture(120, 90), transparency=(200, 40, 30))))
-    yield "PNG with a transparent entry", chat(part(encoded(picture(120, 90, "P"), transparency=0)))
+    yield "PNG with a transparent color", chat(part(encoded(two_tone(120, 90), transparency=(200, 40, 30))))
+    yield "PNG with a transparent entry", chat(part(encoded(two_tone(120, 90, "P"), transparency=0)))
     text = PngImagePlugin.PngInfo()
     text.add_text("comment", "x" * 2000)
-    yield "PNG with a text", chat(part(encoded(picture(120, 90), pnginfo=text)))
+    yield "PNG with a text", chat(part(encoded(two_tone(120, 90), pnginfo=text)))
     for mode in ("L", "CMYK"):
-        yield f"JPEG {mode}", chat(part(encoded(picture(120, 90, mode), "JPEG")))
-    yield "progressive JPEG", chat(part(encoded(picture(120, 90), "JPEG", progressive=True)))
-    yield "GIF", chat(part(encoded(picture(120, 90, "P"), "GIF")))
+        yield f"JPEG {mode}", chat(part(encoded(two_tone(120, 90, mode), "JPEG")))
+    yield "progressive JPEG", chat(part(encoded(two_tone(120, 90), "JPEG", progressive=True)))
+    yield "GIF", chat(part(encoded(two_tone(120, 90, "P"), "GIF")))
     yield (
         "animated GIF",
-        chat(part(encoded(picture(120, 90, "P"), "GIF", save_all=True, append_images=[picture(120, 90, "L")] * 2))),
+        chat(part(encoded(two_tone(120, 90, "P"), "GIF", save_all=True, append_images=[two_tone(120, 90, "L")] * 2))),
     )
-    yield "WebP", chat(part(encoded(picture(120, 90), "WEBP")))
-    yield "WebP RGBA", chat(part(encoded(picture(120, 90, "RGBA"), "WEBP")))
-    yield "BMP", chat(part(encoded(picture(30, 20), "BMP")))
-    yield "TIFF", chat(part(encoded(picture(120, 90), "TIFF", compression="tiff_deflate")))
-    yield "TIFF RGBA", chat(part(encoded(picture(120, 90, "RGBA"), "TIFF", compression="tiff_deflate")))
-    yield "JPEG 2000", chat(part(encoded(picture(120, 90), "JPEG2000")))
-    yield "AVIF", chat(part(encoded(picture(120, 90), "AVIF")))
-    yield "ICO", chat(part(encoded(picture(48, 48, "RGBA"), "ICO")))
-    yield "ICO of a bitmap", chat(part(encoded(picture(24, 24), "ICO", bitmap_format="bmp", sizes=[(24, 24)])))
-    yield "PPM", chat(part(encoded(picture(50, 30), "PPM")))
-    yield "PGM", chat(part(encoded(picture(50, 30, "L"), "PPM")))
-    yield "two images", chat(part(encoded(picture(120, 90))), part(encoded(picture(300, 200, "L"))))
-    yield "the same image twice", chat(part(encoded(picture(120, 90))), part(encoded(picture(120, 90))))
-    small = part(encoded(picture(640, 480)))
+    yield "WebP", chat(part(encoded(two_tone(120, 90), "WEBP")))
+    yield "WebP RGBA", chat(part(encoded(two_tone(120, 90, "RGBA"), "WEBP")))
+    yield "BMP", chat(part(encoded(two_tone(30, 20), "BMP")))
+    yield "TIFF", chat(part(encoded(two_tone(120, 90), "TIFF", compression="tiff_deflate")))
+    yield "TIFF RGBA", chat(part(encoded(two_tone(120, 90, "RGBA"), "TIFF", compression="tiff_deflate")))
+    yield "JPEG 2000", chat(part(encoded(two_tone(120, 90), "JPEG2000")))
+    yield "AVIF", chat(part(encoded(two_tone(120, 90), "AVIF")))
+    yield "ICO", chat(part(encoded(two_tone(48, 48, "RGBA"), "ICO")))
+    yield "ICO of a bitmap", chat(part(encoded(two_tone(24, 24), "ICO", bitmap_format="bmp", sizes=[(24, 24)])))
+    yield "PPM", chat(part(encoded(two_tone(50, 30), "PPM")))
+    yield "PGM", chat(part(encoded(two_tone(50, 30, "L"), "PPM")))
+    yield "two images", chat(part(encoded(two_tone(120, 90))), part(encoded(two_tone(300, 200, "L"))))
+    yield "the same image twice", chat(part(encoded(two_tone(120, 90))), part(encoded(two_tone(120, 90))))
+    small = part(encoded(two_tone(640, 480)))
     yield "uuid", chat({**small, "uuid": "front page"})
     yield "detail", chat({"type": "image_url", "image_url": {**small["image_url"], "detail": "low"}})
     yield (
@@ -109,9 +109,9 @@ def image_chats() -> Iterator[tuple[str, dict[str, Any]]]:
         {
             "messages": [
                 {"role": "system", "content": "Be brief."},
-                {"role": "user", "content": [{"type": "text", "text": "Look:"}, part(encoded(picture(90, 120)))]},
+                {"role": "user", "content": [{"type": "text", "text": "Look:"}, part(encoded(two_tone(90, 120)))]},
                 {"role": "assistant", "content": "A square."},
-                {"role": "user", "content": [part(encoded(picture(56, 57))), {"type": "text", "text": "And this?"}]},
+                {"role": "user", "content": [part(encoded(two_tone(56, 57))), {"type": "text", "text": "And this?"}]},
             ]
         },
     )
@@ -120,8 +120,8 @@ def image_chats() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def film(num_frames: int, fps: int | Fraction = 10, width: int = 64, height: int = 48) -> dict[str, Any]:
-    """Return a part with a video of one picture, which takes few bytes when it is encoded."""
-    frames = np.broadcast_to(np.asarray(picture(width, height)), (num_frames, height, width, 3))
+    """Return a part with a video of one image, which takes few bytes when it is encoded."""
+    frames = np.broadcast_to(np.asarray(two_tone(width, height)), (num_frames, height, width, 3))
     return {"type": "video_url", "video_url": {"url": url(encode_video(frames, fps), "image")}}
 
 
@@ -131,13 +131,13 @@ def video_chats() -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"video of {num_frames} frames", chat(film(num_frames))
     yield "video of 29.97 frames per second", chat(film(45, Fraction(30000, 1001)))
     yield "tall video", chat(film(60, 25, 32, 200))
-    yield "video and image", chat(film(30), part(encoded(picture(120, 90))))
+    yield "video and image", chat(film(30), part(encoded(two_tone(120, 90))))
     yield "uuid of a video", chat({**film(30), "uuid": "front film"})
 
 
 def pixel_chats() -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield chats with options of images, for models whose images have any size."""
-    one = part(encoded(picture(640, 480)))
+    one = part(encoded(two_tone(640, 480)))
     yield "max_pixels", chat(one, mm_processor_kwargs={"max_pixels": 50176})
     yield "min_pixels and max_pixels", chat(one, mm_processor_kwargs={"min_pixels": 401408, "max_pixels": 602112})
     yield "uuid and max_pixels", chat({**one, "uuid": "front page"}, mm_processor_kwargs={"max_pixels": 50176})

@@ -25,7 +25,7 @@ import msgspec
 
 from tests.vllm.checkpoints import write
 from tools.arguments import parser
-from tools.demo import data_url, picture
+from tools.demo import data_url, draw_shape
 from tools.serving import running_service
 
 FAMILY = "qwen2vl"
@@ -67,11 +67,11 @@ def asked(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
 
 def chats() -> dict[str, dict[str, Any]]:
     """Return the chats to store."""
-    red, blue = picture("red", (220, 40, 40), "square", x=0.4), picture("blue", (40, 60, 220), "circle", x=0.5)
-    pictures = {"one": [red.resize((64, 48))], "two": [blue.resize((70, 60)), red.resize((120, 50))]}
+    red, blue = draw_shape("red", (220, 40, 40), "square", x=0.4), draw_shape("blue", (40, 60, 220), "circle", x=0.5)
+    prompts = {"one": [red.resize((64, 48))], "two": [blue.resize((70, 60)), red.resize((120, 50))]}
     settings = {"model": FAMILY, "max_tokens": 8, "temperature": 0, "logprobs": True, "top_logprobs": 3}
     found = {}
-    for name, images in pictures.items():
+    for name, images in prompts.items():
         parts = [{"type": "image_url", "image_url": {"url": data_url(image)}} for image in images]
         content = [*parts, {"type": "text", "text": "What is it?"}]
         found[name] = {"messages": [{"role": "user", "content": content}], **settings}

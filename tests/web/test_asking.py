@@ -61,7 +61,7 @@ def test_the_conversation_is_sent(page: Page, files: Path, noted: Noted) -> None
 
 
 @pytest.mark.slow
-def test_dropped_and_pasted_pictures_are_attached(page: Page, files: Path) -> None:
+def test_dropped_and_pasted_images_are_attached(page: Page, files: Path) -> None:
     drop = transferred(page, files / "scene.png", "image/png")
     page.locator("main").dispatch_event("dragover", {"dataTransfer": drop})
     page.locator("main").dispatch_event("drop", {"dataTransfer": drop})
@@ -81,7 +81,7 @@ def test_dropped_and_pasted_pictures_are_attached(page: Page, files: Path) -> No
 # page, or a file in a file manager.
 COPIES = {
     "cells": {"text/plain": "a\tb", "text/html": "<table><tr><td>a</td><td>b</td></tr></table>"},
-    "picture": {"text/html": "<img src='scene.png'>"},
+    "image": {"text/html": "<img src='scene.png'>"},
     "file": {"text/plain": "image.png"},
 }
 
@@ -92,8 +92,8 @@ def test_only_cells_pasted_into_a_text_field_stay_text(page: Page, files: Path) 
     question = page.get_by_label("Question", exact=True)
     for copied, texts in COPIES.items():
         page.evaluate(
-            """([texts, picture]) => {
-                const bytes = Uint8Array.from(atob(picture), (one) => one.charCodeAt(0));
+            """([texts, image]) => {
+                const bytes = Uint8Array.from(atob(image), (one) => one.charCodeAt(0));
                 const copied = {"image/png": new Blob([bytes], {type: "image/png"})};
                 for (const [type, text] of Object.entries(texts)) copied[type] = new Blob([text], {type});
                 return navigator.clipboard.write([new ClipboardItem(copied)]);

@@ -10,7 +10,7 @@ import pytest
 from playwright.sync_api import Locator, Page, expect
 
 from tests.web.conftest import COMPLETIONS, TIMEOUT_MS, answer_with, ask, attach, chunk_of, submit
-from tools.demo import picture
+from tools.demo import draw_shape
 
 HELLO = "Hello!"
 LONG = {"ignore_eos": True, "max_tokens": 3900}
@@ -96,9 +96,9 @@ def test_the_page_follows_the_answer_only_while_scrolled_to_the_end(page: Page) 
 def test_an_attached_file_keeps_its_content(page: Page, files: Path, tmp_path: Path) -> None:
     """Even if the file is overwritten and then removed, the page sends and shows the attached content."""
     path = tmp_path / "edit.png"
-    picture("red", (220, 40, 40), "square", x=0.35).save(path)
+    draw_shape("red", (220, 40, 40), "square", x=0.35).save(path)
     attach(page, path)
-    picture("green", (40, 160, 60), "star", x=0.5).save(path)
+    draw_shape("green", (40, 160, 60), "star", x=0.5).save(path)
     turn = ask(page, "What is in the image?")
     expect(turn.locator(".answer")).to_have_text("red square")
     path.unlink()

@@ -18,20 +18,20 @@ from tests.warm import running_service
 from tests.watching import stopped_engine
 from tests.web.conftest import START_TIMEOUT_S, TIMEOUT_MS, TINY, Noted, answer_with, ask, chunk_of, opened
 from tests.web.test_answers import ANSWER
-from tools.demo import data_url, picture
+from tools.demo import data_url, draw_shape
 from tools.serving import RunningService
 
 pytestmark = pytest.mark.slow  # each test takes seconds, and the panel is one of the page's secondary parts
 
 KEY = "a-key-of-the-page"
-PICTURE = [{"image": data_url(picture("red", (220, 40, 40), "square", x=0.4))}, {"text": "What colour"}]
+IMAGE = [{"image": data_url(draw_shape("red", (220, 40, 40), "square", x=0.4))}, {"text": "What colour"}]
 LONG = {"ignore_eos": True, "max_tokens": 3900, "stream": True, "media_spans": True}
 
 
 @pytest.fixture
 def busy(service: RunningService) -> Iterator[ExitStack]:
     """Start two long streamed answers about an image, and yield an ExitStack that ends the answers."""
-    body = {"messages": [{"role": "user", "content": PICTURE}]} | LONG
+    body = {"messages": [{"role": "user", "content": IMAGE}]} | LONG
     with ExitStack() as stack:
         client = stack.enter_context(httpx2.Client(base_url=service.url, timeout=300))
         for _ in range(2):
@@ -46,7 +46,7 @@ def busy(service: RunningService) -> Iterator[ExitStack]:
 @pytest.fixture
 def held(service: RunningService) -> Iterator[ExitStack]:
     """Stop the engine, send two requests with an image, and yield an ExitStack that resumes the engine."""
-    body = {"messages": [{"role": "user", "content": PICTURE}], "max_tokens": 4}
+    body = {"messages": [{"role": "user", "content": IMAGE}], "max_tokens": 4}
     with ExitStack() as stack:
         threads = stack.enter_context(ThreadPoolExecutor())
         stack.enter_context(stopped_engine(service))

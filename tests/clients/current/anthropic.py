@@ -8,10 +8,10 @@ import anthropic
 from scenarios import (
     HELLO,
     HELLO_BACK,
+    IMAGE,
     KEY,
     MODEL,
     PDF,
-    PICTURE,
     RED_SQUARE,
     URL,
     WEATHER,
@@ -47,8 +47,8 @@ def raw_events() -> None:
     assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
 
 
-def picture() -> None:
-    source = {"type": "base64", "media_type": "image/png", "data": PICTURE.split(",")[1]}
+def image() -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": IMAGE.split(",")[1]}
     content: Any = [{"type": "image", "source": source}, QUESTION]
     answer = CLIENT.messages.create(**ASK, messages=[{"role": "user", "content": content}])
     assert answer.content[0].text == RED_SQUARE

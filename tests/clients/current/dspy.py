@@ -8,7 +8,7 @@ from typing import Any, Literal
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # do not download the map
 
 import dspy
-from scenarios import BASE_URL, HELLO, HELLO_BACK, KEY, MODEL, PICTURE, RED_SQUARE, WHAT, report
+from scenarios import BASE_URL, HELLO, HELLO_BACK, IMAGE, KEY, MODEL, RED_SQUARE, WHAT, report
 
 KINDS = ("chat", "responses")
 
@@ -37,8 +37,8 @@ async def answers_async() -> None:
         assert (answer["text"] if isinstance(answer, dict) else answer) == HELLO_BACK
 
 
-def picture() -> None:
-    parts = [{"type": "image_url", "image_url": {"url": PICTURE}}, {"type": "text", "text": WHAT}]
+def image() -> None:
+    parts = [{"type": "image_url", "image_url": {"url": IMAGE}}, {"type": "text", "text": WHAT}]
     (answer,) = _lm()(messages=[{"role": "user", "content": parts}])
     assert (answer["text"] if isinstance(answer, dict) else answer) == RED_SQUARE
 

@@ -15,10 +15,10 @@ from scenarios import (
     BASE_URL,
     HELLO,
     HELLO_BACK,
+    IMAGE_FILE,
     KEY,
     MODEL,
     PDF_FILE,
-    PICTURE_FILE,
     RED_SQUARE,
     WHAT,
     check_weather,
@@ -73,8 +73,8 @@ async def chat_async() -> None:
     assert (await _generator().run_async(MESSAGES))["replies"][0].text == HELLO_BACK
 
 
-def picture() -> None:
-    message = ChatMessage.from_user(content_parts=[ImageContent.from_file_path(PICTURE_FILE), WHAT])
+def image() -> None:
+    message = ChatMessage.from_user(content_parts=[ImageContent.from_file_path(IMAGE_FILE), WHAT])
     assert _generator().run([message])["replies"][0].text == RED_SQUARE
 
 
@@ -150,8 +150,8 @@ def responses_streamed() -> None:
     assert "".join(pieces) == reply.text == HELLO_BACK
 
 
-def responses_to_a_picture() -> None:
-    message = ChatMessage.from_user(content_parts=[ImageContent.from_file_path(PICTURE_FILE), WHAT])
+def responses_to_an_image() -> None:
+    message = ChatMessage.from_user(content_parts=[ImageContent.from_file_path(IMAGE_FILE), WHAT])
     assert _responses().run([message])["replies"][0].text == RED_SQUARE
 
 

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from huggingface_hub import AsyncInferenceClient, InferenceClient
-from scenarios import BASE_URL, HELLO, HELLO_BACK, KEY, MODEL, PICTURE, RED_SQUARE, WEATHER, WHAT, check_weather, report
+from scenarios import BASE_URL, HELLO, HELLO_BACK, IMAGE, KEY, MODEL, RED_SQUARE, WEATHER, WHAT, check_weather, report
 
 CLIENT = InferenceClient(base_url=BASE_URL, api_key=KEY)
 MESSAGES: Any = [{"role": "user", "content": HELLO}]
@@ -33,8 +33,8 @@ async def chat_async() -> None:
         assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == HELLO_BACK
 
 
-def picture() -> None:
-    parts = [{"type": "image_url", "image_url": {"url": PICTURE}}, {"type": "text", "text": WHAT}]
+def image() -> None:
+    parts = [{"type": "image_url", "image_url": {"url": IMAGE}}, {"type": "text", "text": WHAT}]
     answer = CLIENT.chat_completion([{"role": "user", "content": parts}], temperature=0)
     assert answer.choices[0].message.content == RED_SQUARE
 

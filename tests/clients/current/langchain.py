@@ -16,10 +16,10 @@ from scenarios import (
     HELLO,
     HELLO_BACK,
     HOW_MANY,
+    IMAGE,
     KEY,
     MODEL,
     PDF,
-    PICTURE,
     RED_SQUARE,
     SOUND,
     THREE,
@@ -65,9 +65,9 @@ def batch() -> None:
     assert [answer.content for answer in MODEL_OF_CHAT.batch([HELLO, HELLO])] == [HELLO_BACK] * 2
 
 
-def picture() -> None:
-    openai_form = {"type": "image_url", "image_url": {"url": PICTURE}}
-    own_form = {"type": "image", "base64": PICTURE.partition(",")[2], "mime_type": "image/png"}
+def image() -> None:
+    openai_form = {"type": "image_url", "image_url": {"url": IMAGE}}
+    own_form = {"type": "image", "base64": IMAGE.partition(",")[2], "mime_type": "image/png"}
     for part in (openai_form, own_form):
         message = HumanMessage([part, {"type": "text", "text": WHAT}])
         assert MODEL_OF_CHAT.invoke([message]).content == RED_SQUARE
@@ -127,9 +127,9 @@ def tool_result() -> None:
     assert "".join(chunk.content for chunk in bound.stream([HumanMessage(HELLO), call, *results]))
 
 
-def tool_result_with_a_picture() -> None:
+def tool_result_with_an_image() -> None:
     call = AIMessage("", tool_calls=[{"name": "screenshot", "args": {}, "id": "call_1"}])
-    part = {"type": "image", "base64": PICTURE.partition(",")[2], "mime_type": "image/png"}
+    part = {"type": "image", "base64": IMAGE.partition(",")[2], "mime_type": "image/png"}
     turns = [HumanMessage(HELLO), call, ToolMessage([part], tool_call_id="call_1")]
     assert MODEL_OF_CHAT.bind(max_tokens=8).invoke(turns).content
 

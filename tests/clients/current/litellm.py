@@ -11,10 +11,10 @@ from scenarios import (
     HELLO,
     HELLO_BACK,
     HOW_MANY,
+    IMAGE,
     KEY,
     MODEL,
     PDF,
-    PICTURE,
     RED_SQUARE,
     SOUND,
     SOUND_FILE,
@@ -68,8 +68,8 @@ async def chat_async() -> None:
     assert answer.choices[0].message.content == HELLO_BACK
 
 
-def picture() -> None:
-    parts = [{"type": "image_url", "image_url": {"url": PICTURE}}, {"type": "text", "text": WHAT}]
+def image() -> None:
+    parts = [{"type": "image_url", "image_url": {"url": IMAGE}}, {"type": "text", "text": WHAT}]
     for provider in PROVIDERS:
         answer = _ask(provider, [{"role": "user", "content": parts}])
         assert answer.choices[0].message.content == RED_SQUARE

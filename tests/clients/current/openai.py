@@ -14,10 +14,10 @@ from scenarios import (
     HELLO,
     HELLO_BACK,
     HOW_MANY,
+    IMAGE,
     KEY,
     MODEL,
     PDF,
-    PICTURE,
     RED_SQUARE,
     SOUND,
     SOUND_FILE,
@@ -116,8 +116,8 @@ def translation() -> None:
         assert CLIENT.audio.translations.create(model=MODEL, file=SOUND_FILE).text
 
 
-def picture() -> None:
-    parts: Any = [{"type": "image_url", "image_url": {"url": PICTURE}}, {"type": "text", "text": WHAT}]
+def image() -> None:
+    parts: Any = [{"type": "image_url", "image_url": {"url": IMAGE}}, {"type": "text", "text": WHAT}]
     answer = CLIENT.chat.completions.create(**CHAT | {"messages": [{"role": "user", "content": parts}]})
     assert answer.choices[0].message.content == RED_SQUARE
 
@@ -239,7 +239,7 @@ def response_to_media() -> None:
     file = {"type": "input_file", "filename": "red_square.pdf", "file_data": f"data:application/pdf;base64,{PDF}"}
     heard = {"type": "input_audio", "input_audio": {"data": SOUND, "format": "wav"}}
     cases: Any = (
-        ({"type": "input_image", "image_url": PICTURE, "detail": "auto"}, WHAT, RED_SQUARE),
+        ({"type": "input_image", "image_url": IMAGE, "detail": "auto"}, WHAT, RED_SQUARE),
         (file, WHAT, RED_SQUARE),
         (heard, HOW_MANY, THREE),
     )

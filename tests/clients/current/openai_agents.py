@@ -22,10 +22,10 @@ from scenarios import (
     HELLO,
     HELLO_BACK,
     HOW_MANY,
+    IMAGE,
     KEY,
     MODEL,
     PDF,
-    PICTURE,
     RED_SQUARE,
     SOUND,
     THREE,
@@ -76,8 +76,8 @@ async def chat_streamed() -> None:
     assert len(pieces) > 1
 
 
-async def picture() -> None:
-    parts: Any = [{"type": "input_image", "image_url": PICTURE, "detail": "auto"}, {"type": "input_text", "text": WHAT}]
+async def image() -> None:
+    parts: Any = [{"type": "input_image", "image_url": IMAGE, "detail": "auto"}, {"type": "input_text", "text": WHAT}]
     result = await Runner.run(_agent(), [{"role": "user", "content": parts}])
     assert result.final_output == RED_SQUARE
 

@@ -13,10 +13,10 @@ from scenarios import (
     HELLO,
     HELLO_BACK,
     HOW_MANY,
+    IMAGE_FILE,
     KEY,
     MODEL,
     PDF_FILE,
-    PICTURE_FILE,
     RED_SQUARE,
     SOUND_FILE,
     THREE,
@@ -56,8 +56,8 @@ async def chat_streamed() -> None:
     assert len(pieces) > 1
 
 
-async def picture() -> None:
-    prompt = [BinaryContent(PICTURE_FILE.read_bytes(), media_type="image/png"), WHAT]
+async def image() -> None:
+    prompt = [BinaryContent(IMAGE_FILE.read_bytes(), media_type="image/png"), WHAT]
     assert (await _agent().run(prompt)).output == RED_SQUARE
     async with _agent().run_stream(prompt) as result:
         assert await result.get_output() == RED_SQUARE
@@ -141,13 +141,13 @@ async def tool_called_and_result_streamed() -> None:
     assert seen
 
 
-async def tool_result_with_a_picture() -> None:
+async def tool_result_with_an_image() -> None:
     agent = _agent()
 
     @agent.tool_plain
     def screenshot() -> BinaryContent:
         """Return an image."""
-        return BinaryContent(PICTURE_FILE.read_bytes(), media_type="image/png")
+        return BinaryContent(IMAGE_FILE.read_bytes(), media_type="image/png")
 
     assert (await agent.run(HELLO, model_settings=_call_first)).output
 

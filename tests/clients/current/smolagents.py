@@ -9,9 +9,9 @@ from scenarios import (
     BASE_URL,
     HELLO,
     HELLO_BACK,
+    IMAGE_FILE,
     KEY,
     MODEL,
-    PICTURE_FILE,
     RED_SQUARE,
     WEATHER,
     WHAT,
@@ -56,8 +56,8 @@ def chat_streamed() -> None:
     assert len(deltas) > 3
 
 
-def picture() -> None:
-    parts = [{"type": "image", "image": Image.open(PICTURE_FILE)}, {"type": "text", "text": WHAT}]
+def image() -> None:
+    parts = [{"type": "image", "image": Image.open(IMAGE_FILE)}, {"type": "text", "text": WHAT}]
     assert MODEL_OF_CHAT.generate([{"role": "user", "content": parts}]).content == RED_SQUARE
 
 

@@ -8,7 +8,7 @@ import instructor
 import openai
 import pydantic
 from instructor.core import InstructorRetryException
-from scenarios import BASE_URL, HELLO, HOW_MANY, KEY, MODEL, PICTURE_FILE, SOUND_FILE, WHAT, report
+from scenarios import BASE_URL, HELLO, HOW_MANY, IMAGE_FILE, KEY, MODEL, SOUND_FILE, WHAT, report
 
 CLIENT = openai.OpenAI(base_url=BASE_URL, api_key=KEY, max_retries=0)
 TOOLS = instructor.from_openai(CLIENT, mode=instructor.Mode.TOOLS)
@@ -56,8 +56,8 @@ def partial_streamed() -> None:
         Thing.model_validate(found[-1].model_dump())
 
 
-def picture() -> None:
-    parts = [WHAT, instructor.Image.from_path(PICTURE_FILE)]
+def image() -> None:
+    parts = [WHAT, instructor.Image.from_path(IMAGE_FILE)]
     asked = ASK | {"messages": [{"role": "user", "content": parts}]}
     assert isinstance(TOOLS.chat.completions.create(**asked, response_model=Thing), Thing)
 

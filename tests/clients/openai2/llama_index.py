@@ -16,10 +16,10 @@ from scenarios import (
     HELLO,
     HELLO_BACK,
     HOW_MANY,
+    IMAGE_FILE,
     KEY,
     MODEL,
     PDF_FILE,
-    PICTURE_FILE,
     RED_SQUARE,
     SOUND_FILE,
     THREE,
@@ -75,8 +75,8 @@ async def chat_async() -> None:
     assert (await _llm().achat(MESSAGES)).message.content == HELLO_BACK
 
 
-def picture() -> None:
-    message = ChatMessage(role=MessageRole.USER, blocks=[ImageBlock(path=PICTURE_FILE), TextBlock(text=WHAT)])
+def image() -> None:
+    message = ChatMessage(role=MessageRole.USER, blocks=[ImageBlock(path=IMAGE_FILE), TextBlock(text=WHAT)])
     assert _llm().chat([message]).message.content == RED_SQUARE
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from service.ray.content import Loads, Route, keeper_of, route_of
 
-PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 OTHER = {"type": "image_url", "image_url": {"url": "data:image/png;base64,BBBB"}}
 
 
@@ -28,18 +28,18 @@ def text(words: str) -> dict[str, str]:
     return {"type": "text", "text": words}
 
 
-def test_a_picture_has_the_same_name_in_every_chat():
-    one, two = chat([text("what"), PICTURE]), chat("hello", "hi", [PICTURE, text("and this")])
+def test_an_image_has_the_same_name_in_every_chat():
+    one, two = chat([text("what"), IMAGE]), chat("hello", "hi", [IMAGE, text("and this")])
     assert one.first_key == two.first_key
     assert keys(one) & keys(two) == {one.first_key}
     assert chat([text("what"), OTHER]).first_key != one.first_key
 
 
-def test_a_picture_has_the_same_name_in_items():
-    items = [{"image": PICTURE["image_url"]["url"]}, {"text": "what"}]
+def test_an_image_has_the_same_name_in_items():
+    items = [{"image": IMAGE["image_url"]["url"]}, {"text": "what"}]
     one, two = (route_of(json.dumps({"inputs": items[:end]}).encode()) for end in (1, 2))
-    assert one.first_key == two.first_key == chat([PICTURE]).first_key
-    detailed = {"type": "image_url", "image_url": PICTURE["image_url"] | {"detail": "low"}}
+    assert one.first_key == two.first_key == chat([IMAGE]).first_key
+    detailed = {"type": "image_url", "image_url": IMAGE["image_url"] | {"detail": "low"}}
     assert chat([detailed]).first_key == one.first_key
 
 
@@ -78,13 +78,13 @@ def test_inputs_of_embeddings_and_scores_count_as_load(body: dict[str, Any]):
 
 
 def test_requests_with_different_salts_share_nothing():
-    assert not keys(chat([PICTURE])) & keys(chat([PICTURE], cache_salt="mine"))
+    assert not keys(chat([IMAGE])) & keys(chat([IMAGE], cache_salt="mine"))
 
 
-def test_a_uuid_names_a_picture_with_and_without_its_data():
+def test_a_uuid_names_an_image_with_and_without_its_data():
     """The replica that keeps the data must receive the request without data."""
     body = [{"messages": [{"role": "user", "content": [part]}]} for part in (
-        {**PICTURE, "uuid": "a"}, {"type": "image_url", "image_url": {}, "uuid": "a"}
+        {**IMAGE, "uuid": "a"}, {"type": "image_url", "image_url": {}, "uuid": "a"}
     )]  # fmt: skip
     one, two = (route_of(json.dumps(one).encode(), b"owner").first_key for one in body)
     assert one == two

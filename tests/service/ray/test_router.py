@@ -49,17 +49,17 @@ def about(key: bytes, num_tokens: int = 100) -> Route:
 
 async def test_content_goes_to_the_replica_that_holds_it():
     replicas = Replicas(a={}, b={}, c={})
-    last = (await replicas.order(about(b"picture")))[-1]
-    first = about(b"picture")
+    last = (await replicas.order(about(b"image")))[-1]
+    first = about(b"image")
     replicas.routed(first, last)
-    assert (await replicas.order(about(b"picture")))[0] == last
+    assert (await replicas.order(about(b"image")))[0] == last
     first.end()
-    assert (await replicas.order(about(b"picture")))[0] == last
+    assert (await replicas.order(about(b"image")))[0] == last
 
 
 async def test_a_request_that_refers_to_a_response_goes_to_the_replica_that_stores_it():
     replicas = Replicas(a={}, b={"queued_tokens": 10**6, "name": "0f"}, c={"name": "0a"})
-    route = about(b"picture")
+    route = about(b"image")
     route.keeper = "0f"
     assert (await replicas.order(route))[0] == "b"
     route.tried.append("b")
@@ -77,19 +77,19 @@ async def test_routers_that_do_not_know_each_other_choose_the_same_replica():
 
 async def test_a_replica_with_a_surplus_comes_last():
     replicas = Replicas(a={"queued_tokens": 1500}, b={"queued_tokens": 0})
-    replicas.routed(about(b"picture", 10), "a")
-    assert await replicas.order(about(b"picture")) == ["b", "a"]
+    replicas.routed(about(b"image", 10), "a")
+    assert await replicas.order(about(b"image")) == ["b", "a"]
 
 
 async def test_the_requests_of_this_router_count_before_a_replica_reports_them():
     replicas = Replicas(a={}, b={})
-    replicas.routed(about(b"picture", 5000), "a")
-    assert await replicas.order(about(b"picture")) == ["b", "a"]
+    replicas.routed(about(b"image", 5000), "a")
+    assert await replicas.order(about(b"image")) == ["b", "a"]
 
 
 async def test_a_replica_without_an_engine_and_one_that_failed_come_last():
     replicas = Replicas(a={"up": False}, b={}, c={})
-    route = about(b"picture")
+    route = about(b"image")
     assert (await replicas.order(route))[-1] == "a"
     assert route.has_others
     replicas.routed(route, "b")
@@ -101,7 +101,7 @@ async def test_a_replica_without_an_engine_and_one_that_failed_come_last():
 
 async def test_a_request_that_a_replica_lost_goes_to_another_node():
     replicas = Replicas(a={"node": "1"}, b={"node": "1"}, c={"node": "2", "queued_tokens": 5000})
-    route = about(b"picture")
+    route = about(b"image")
     replicas.routed(route, "a")
     assert await replicas.order(route) == ["c", "b", "a"]
     assert (await replicas.order(about(b"text")))[-1] == "c"
@@ -109,9 +109,9 @@ async def test_a_request_that_a_replica_lost_goes_to_another_node():
 
 async def test_a_replaced_replica_is_forgotten():
     replicas = Replicas(a={}, b={})
-    replicas.routed(about(b"picture"), "a")
+    replicas.routed(about(b"image"), "a")
     del replicas.running["a"]
-    replicas.routed(about(b"picture"), "b")
+    replicas.routed(about(b"image"), "b")
     assert replicas.router._held.keys() == {"b"}
 
 

@@ -176,15 +176,15 @@ def jp2_with(boxes: bytes, inner: bytes = b"") -> bytes:
     return data[:at] + boxes + header + data[at + size :]
 
 
-def icon(*pictures: tuple[int, int, bytes]) -> bytes:
-    """Return an icon that contains `pictures`.
+def icon(*images: tuple[int, int, bytes]) -> bytes:
+    """Return an icon that contains `images`.
 
     Each image has the width and height of its directory entry, where 0 means 256, and its data.
     """
-    head, body, start = struct.pack("<HHH", 0, 1, len(pictures)), b"", 6 + 16 * len(pictures)
-    for width, height, picture in pictures:
-        head += struct.pack("<BBBBHHII", width, height, 0, 0, 1, 32, len(picture), start + len(body))
-        body += picture
+    head, body, start = struct.pack("<HHH", 0, 1, len(images)), b"", 6 + 16 * len(images)
+    for width, height, image in images:
+        head += struct.pack("<BBBBHHII", width, height, 0, 0, 1, 32, len(image), start + len(body))
+        body += image
     return head + body
 
 
@@ -297,7 +297,7 @@ BOMBS: dict[str, Callable[[], bytes]] = {
     "bitmap with the largest possible size": lambda: b"P4 9999999999 9999999999\n",
     "plain pixmap 50000x50000": lambda: b"P3 50000 50000 255\n1 2 3",
 }
-"""Pictures whose header declares too many pixels."""
+"""Images whose header declares too many pixels."""
 
 OF_FORMATS: dict[str, tuple[Callable[[], bytes], str]] = {
     "jpeg 2000 of 60000x60000": (
@@ -329,7 +329,7 @@ OF_FORMATS: dict[str, tuple[Callable[[], bytes], str]] = {
         lambda: icon((0, 0, struct.pack("<IiiHHIIiiII", 40, 30_000, 60_000, 1, 1, 0, 0, 0, 0, 0, 0))),
         "the icon's bitmap has 30000x30000 pixels; the limit is 256x256",
     ),
-    "icon of 65535 pictures": (lambda: icon(*[(16, 16, b"")] * 65_535), "cannot be read as an image"),
+    "icon of 65535 images": (lambda: icon(*[(16, 16, b"")] * 65_535), "cannot be read as an image"),
     "pixmap with a long comment": (lambda: b"P6 #" + b"a" * 2_000_000, "a portable anymap without a valid header"),
     "pixmap with many comments": (lambda: b"P6 " + b"#\n" * 1_000_000, "a portable anymap without a valid header"),
     "pixmap with many spaces": (lambda: b"P6" + b" " * 2_000_000, "a portable anymap without a valid header"),
@@ -343,7 +343,7 @@ OF_FORMATS: dict[str, tuple[Callable[[], bytes], str]] = {
 
 SCANS: dict[str, Callable[[], bytes]] = {
     "jpeg of a thousand scans": lambda: jpeg_scans(1000),
-    "jpeg of a thousand scans, and of several pictures": lambda: of_several(jpeg_scans(1000)),
+    "jpeg of a thousand scans, and of several images": lambda: of_several(jpeg_scans(1000)),
     "jpeg 2000x2000 of a thousand scans": lambda: refined(2000, 2000, 1000),
     "jpeg 16x16 of 200000 scans": lambda: refined(16, 16, 200_000),
     "jpeg scans behind a fill byte": lambda: scans_behind(b"\xff\xfe\0\4hi\xff"),
@@ -391,7 +391,7 @@ PACKED: dict[str, Callable[[], bytes]] = {
     "png iTXt of 64 MB": lambda: within_png(chunk(b"iTXt", b"x\0\1\0\0\0" + zeros(64_000_000))),
     "png iCCP of 64 MB": lambda: within_png(chunk(b"iCCP", b"x\0\0" + zeros(64_000_000))),
 }
-"""Pictures with huge compressed metadata, which are not decompressed."""
+"""Images with huge compressed metadata, which are not decompressed."""
 
 INFLATED: dict[str, Callable[[], bytes]] = {
     "png 20 XMP of 60 MB": lambda: within_png(*[chunk(b"zTXt", b"XML:com.adobe.xmp\0\0" + zeros(60_000_000))] * 20),
@@ -399,7 +399,7 @@ INFLATED: dict[str, Callable[[], bytes]] = {
         *[chunk(b"zTXt", b"Raw profile type exif\0\0" + zeros(1_000_000))] * 100
     ),
 }
-"""Pictures with compressed metadata that may contain the orientation, so that they have to be decompressed."""
+"""Images with compressed metadata that may contain the orientation, so that they have to be decompressed."""
 
 BROKEN: dict[str, Callable[[], bytes]] = {
     "a tiff of 10 pages": lambda: encoded(small(), "TIFF", save_all=True, append_images=[small()] * 9),
@@ -436,7 +436,7 @@ BROKEN: dict[str, Callable[[], bytes]] = {
     "tiff of jpegs of many scans": lambda: jpeg_in_tiff(90, 20),
     "jpeg with a cut exif": lambda: with_exif(b"II*\0\x08\0\0\0\xff\xff")[:60],
 }
-"""Pictures that are broken, or that cost too much to decode."""
+"""Images that are broken, or that cost too much to decode."""
 
 OTHER_FORMATS: dict[str, Callable[[], bytes]] = {
     **{name: saved(name) for name in ("ICNS", "PCX", "TGA", "DDS", "PDF", "EPS", "SGI", "SPIDER", "QOI")},
@@ -493,4 +493,4 @@ HARMLESS: dict[str, Callable[[], bytes]] = {
     ),
     "a png whose profile is nonsense": lambda: within_png(chunk(b"iCCP", b"x\0\0" + zlib.compress(b"no profile"))),
 }
-"""Pictures that look like attacks, but that must be answered at normal cost."""
+"""Images that look like attacks, but that must be answered at normal cost."""
