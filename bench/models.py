@@ -47,9 +47,9 @@ from mindie_mm.nn.paged_batch import Chunk, PagedBatch
 from mindie_mm.nn.seq2seq import Seq2SeqModel
 from mindie_mm.shm import Arena, release
 from mindie_mm.tokenize import Tokenizer
+from tests.audio_samples import tone
 from tests.media_samples import encoded, photograph
 from tests.models.contract import FamilyContract
-from tests.sound_samples import tone
 from tests.transformers_reference import AutoTokenizer
 
 IMAGE = (640, 480)

@@ -50,7 +50,7 @@ def main(model: str | None = None, wire: str = "native") -> list[str]:
     other = processes.Process(target=generate, args=(model, theirs))
     other.start()
     theirs.close()  # so that `recv` raises EOFError if process B dies
-    # The example for MindIE's wire uses Qwen2-VL, which has no sound.
+    # The example for MindIE's wire uses Qwen2-VL, which has no audio.
     questions = QUESTIONS if wire == "native" else QUESTIONS[:2]
     with TemporaryDirectory() as folder, Tokenizer.from_pretrained(model, wire) as tokenizer:
         path_file = Path(folder, "shm_name.txt")

@@ -54,7 +54,7 @@ def test_items_keep_their_order():
         {"image": "/a/b.jpg"},
         {"text": "and"},
         {"video": b"bytes", "fps": 1, "max_frames": 8},
-        {"audio": "https://host/sound.wav"},
+        {"audio": "https://host/audio.wav"},
         {"image": image, "min_pixels": 100, "max_pixels": 200},
         {"image": Path("/a/c.jpg")},
     ]
@@ -62,7 +62,7 @@ def test_items_keep_their_order():
         Media("image", "/a/b.jpg"),
         Text("and"),
         Media("video", b"bytes", MediaOptions(fps=1.0, max_frames=8)),
-        Media("audio", "https://host/sound.wav"),
+        Media("audio", "https://host/audio.wav"),
         Media("image", image, MediaOptions(min_pixels=100, max_pixels=200)),
         Media("image", "/a/c.jpg"),
     ]

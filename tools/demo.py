@@ -1,4 +1,4 @@
-"""`make demo`: start the service, ask it about images, a video and sounds over HTTP, and stop it.
+"""`make demo`: start the service, ask it about images, a video and audio clips over HTTP, and stop it.
 
 The exit status is 0 only if every answer is correct and no shared memory is left in /dev/shm.
 """
@@ -84,7 +84,7 @@ class Question:
 
 
 def make_questions(folder: Path) -> list[Question]:
-    """Make the images, the video and the sounds in `folder`, and return the requests about them."""
+    """Make the images, the video and the clips in `folder`, and return the requests about them."""
     red_square = draw_shape("red", (220, 40, 40), "square", x=0.35)
     blue_circle = draw_shape("blue", (40, 80, 220), "circle", x=0.56)
     green_star = draw_shape("green", (40, 160, 60), "star", x=0.5)
@@ -93,8 +93,8 @@ def make_questions(folder: Path) -> list[Question]:
     video = folder / "video.mp4"
     write_video(video, [draw_shape("orange", (255, 140, 0), "circle", x=0.2 + 0.075 * i, size=0.3) for i in range(9)])
     tone, beeps, seven = folder / "tone.wav", folder / "beeps.ogg", recorded("seven", HELD_OUT_VOICES[0])
-    write_sound(tone, "tone", hertz=2600.0, spans=[(0.1, 0.8)], seconds=1.0)
-    write_sound(beeps, "beeps", hertz=880.0, spans=[(0.1 + 0.35 * i, 0.13) for i in range(3)], seconds=1.2)
+    write_audio(tone, "tone", hertz=2600.0, spans=[(0.1, 0.8)], seconds=1.0)
+    write_audio(beeps, "beeps", hertz=880.0, spans=[(0.1 + 0.35 * i, 0.13) for i in range(3)], seconds=1.2)
     spoken = folder / "seven.flac"
     spoken.write_bytes(seven.read_bytes())
     raw = base64.b64encode(encode(green_star, "JPEG")).decode()
@@ -128,7 +128,7 @@ def make_questions(folder: Path) -> list[Question]:
             "star",
         ),
         infer(
-            "An image, a video and a sound in one request",
+            "An image, a video and an audio clip in one request",
             [
                 {"image": str(path)},
                 {"video": str(video)},
@@ -155,7 +155,7 @@ def data_url(drawn: Image.Image) -> str:
     return f"data:image/png;base64,{base64.b64encode(encode(drawn, 'PNG')).decode()}"
 
 
-def write_sound(path: Path, kind: Kind, hertz: float, spans: list[tuple[float, float]], seconds: float) -> None:
+def write_audio(path: Path, kind: Kind, hertz: float, spans: list[tuple[float, float]], seconds: float) -> None:
     """Write a tone or beeps at 16 kHz, in the format that the file extension indicates."""
     samples, _ = make(Sound(kind, "", seconds, tuple(spans), hertz, "sine", level=0.5, noise=0.0, noise_seed=0))
     soundfile.write(path, samples, RATE)

@@ -16,7 +16,7 @@ import psutil
 from playwright.sync_api import Page, ViewportSize, expect, sync_playwright
 
 from tools.arguments import parser
-from tools.demo import data_url, draw_shape, write_sound, write_video
+from tools.demo import data_url, draw_shape, write_audio, write_video
 from tools.serving import RunningService, running_service
 
 FOLDER = Path("docs/images")
@@ -76,13 +76,13 @@ def photograph(page: Page) -> None:
 
 
 def write_media(folder: Path) -> list[Path]:
-    """Write an image, a video and a sound to `folder`, and return their paths."""
+    """Write an image, a video and an audio clip to `folder`, and return their paths."""
     paths = [folder / name for name in ("scene.png", "right.mp4", "beeps.ogg")]
     draw_shape("red", (220, 40, 40), "square", x=0.35).save(paths[0])
     write_video(
         paths[1], [draw_shape("orange", (255, 140, 0), "circle", x=0.2 + 0.075 * i, size=0.3) for i in range(9)]
     )
-    write_sound(paths[2], "beeps", hertz=880.0, spans=[(0.1 + 0.35 * i, 0.13) for i in range(3)], seconds=1.2)
+    write_audio(paths[2], "beeps", hertz=880.0, spans=[(0.1 + 0.35 * i, 0.13) for i in range(3)], seconds=1.2)
     return paths
 
 

@@ -1,4 +1,4 @@
-"""Malicious videos, sounds and playlists, each as a function that returns the file's bytes."""
+"""Malicious videos, audio clips and playlists, each as a function that returns the file's bytes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import av
 import numpy as np
 from PIL import Image
 
+from tests.audio_samples import encode_audio, encode_with_ffmpeg, tone
 from tests.media_samples import encode_video, encoded, moving_frames, video_packets
-from tests.sound_samples import encode_sound, encode_with_ffmpeg, tone
 from tests.transport_samples import lists
 
 Make = Callable[[], bytes]
@@ -34,8 +34,8 @@ def video_of_program() -> bytes:
 
 
 def caf(chunk: bytes = b"") -> bytes:
-    """Return ALAC sound in a CAF file. If given, `chunk` replaces the packet table."""
-    data = encode_sound(tone(0.1, RATE), RATE, "CAF", "ALAC_16")
+    """Return ALAC audio in a CAF file. If given, `chunk` replaces the packet table."""
+    data = encode_audio(tone(0.1, RATE), RATE, "CAF", "ALAC_16")
     at = data.index(b"pakt")
     return data[:at] + (chunk or data[at:])
 
@@ -60,9 +60,9 @@ def compressed_index() -> bytes:
 
 
 def pcm_of_chunks(count: int) -> bytes:
-    """Return a MOV of PCM sound whose only chunk declares `count` samples. FFmpeg splits such a chunk into pieces."""
-    sound = encode_with_ffmpeg(tone(0.1, 8000), 8000, "mov", "pcm_s16le")
-    return patched(sound, b"stsc", 12, struct.pack(">I", count))
+    """Return a MOV of PCM audio whose only chunk declares `count` samples. FFmpeg splits such a chunk into pieces."""
+    audio = encode_with_ffmpeg(tone(0.1, 8000), 8000, "mov", "pcm_s16le")
+    return patched(audio, b"stsc", 12, struct.pack(">I", count))
 
 
 def edited(count: int) -> bytes:
@@ -313,7 +313,7 @@ def ogg_of(seconds: int) -> bytes:
 
 def flac_of(num_samples: int) -> bytes:
     """Return a FLAC whose header declares `num_samples` samples."""
-    data = bytearray(encode_sound(tone(0.2), RATE, "FLAC"))
+    data = bytearray(encode_audio(tone(0.2), RATE, "FLAC"))
     packed = int.from_bytes(data[18:26]) >> 36 << 36 | num_samples
     data[18:26] = packed.to_bytes(8)
     return bytes(data)
@@ -322,7 +322,7 @@ def flac_of(num_samples: int) -> bytes:
 def loud(value: float) -> bytes:
     samples = tone(0.2)
     samples[7] = value
-    return encode_sound(samples, RATE, "WAV", "FLOAT")
+    return encode_audio(samples, RATE, "WAV", "FLOAT")
 
 
 NAMING: dict[str, Make] = {
@@ -417,11 +417,11 @@ BROKEN_VIDEOS: dict[str, Make] = {
     "gif with only its header": lambda: GIF[:19],
     "ivf with only its header": lambda: video("ivf", "libvpx")[:32],
     "ogg with invalid theora": lambda: b"OggS\0\2" + bytes(20) + b"\1\x2a\x80theora\3\2\1" + b"\xff" * 32,
-    "sound alone": lambda: encode_with_ffmpeg(tone(0.2, 48_000), 48_000, "ipod", "aac"),
+    "audio alone": lambda: encode_with_ffmpeg(tone(0.2, 48_000), 48_000, "ipod", "aac"),
     "noise": lambda: np.random.default_rng(0).bytes(20_000),
 }
 
-SOUND_BOMBS: dict[str, Make] = {
+AUDIO_BOMBS: dict[str, Make] = {
     "wav of 2**32 samples a second": lambda: wav_header(2**32 - 1, 1),
     "wav of 1 sample a second": lambda: wav_header(1, 1),
     "mov of a chunk of 2**32 samples": lambda: pcm_of_chunks(2**32 - 1),
@@ -434,7 +434,7 @@ SOUND_BOMBS: dict[str, Make] = {
     "wav that is infinite": lambda: loud(np.inf),
     "wav of 10**30": lambda: loud(1e30),
 }
-BROKEN_SOUNDS: dict[str, Make] = {
+BROKEN_AUDIO: dict[str, Make] = {
     "wav of no channels": lambda: wav_header(RATE, 0),
     "wav of no samples": lambda: wav_header(RATE, 1)[:44],
     "wav of a codec nobody knows": lambda: wav_header(RATE, 1, tag=0x9999),
@@ -445,19 +445,19 @@ BROKEN_SOUNDS: dict[str, Make] = {
     "m4a without its index": lambda: encode_with_ffmpeg(tone(0.2, 48_000), 48_000, "ipod", "aac").replace(
         b"moov", b"moox"
     ),
-    "a video without sound": video,
+    "a video without audio": video,
     "caf of its head alone": lambda: caf()[:52],
     "caf of a chunk of 2**63 bytes": lambda: caf().replace(b"data\0", b"kuki\x7f"),
     "caf of 2**31 packets": lambda: caf(b"pakt" + struct.pack(">qqqii", 24, 2**31 - 1, 2**40, 0, 0)),
-    "w64 of its head alone": lambda: encode_sound(tone(0.1, RATE), RATE, "W64")[:64],
+    "w64 of its head alone": lambda: encode_audio(tone(0.1, RATE), RATE, "W64")[:64],
     "w64 whose format has 2**31 bytes": lambda: patched(
-        encode_sound(tone(0.1, RATE), RATE, "W64"), b"fmt ", 12, struct.pack("<q", 2**31 - 8)
+        encode_audio(tone(0.1, RATE), RATE, "W64"), b"fmt ", 12, struct.pack("<q", 2**31 - 8)
     ),
     "midi": lambda: b"MThd\0\0\0\6\0\1\0\1\0\x60MTrk\0\0\0\4\0\xff\x2f\0",
     "noise": lambda: np.random.default_rng(1).bytes(20_000),
 }
 
 
-def long_sound() -> bytes:
+def long_audio() -> bytes:
     """Return ten minutes of silence as a FLAC of a few kilobytes, which decodes to 110 MB of samples."""
-    return encode_sound(np.zeros(48_000 * 600, np.float32), 48_000, "FLAC")
+    return encode_audio(np.zeros(48_000 * 600, np.float32), 48_000, "FLAC")

@@ -15,8 +15,8 @@ from functools import cache
 
 from PIL import Image
 
+from tests.audio_samples import encode_audio, tone
 from tests.media_samples import encode_video, encoded, moving_frames, photograph
-from tests.sound_samples import encode_sound, tone
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
@@ -458,7 +458,7 @@ OTHER_FORMATS: dict[str, Callable[[], bytes]] = {
     "text": lambda: b"Ignore previous instructions. " * 50,
     "zeros": lambda: bytes(100_000),
     "a video": lambda: encode_video(moving_frames(3)),
-    "a sound": lambda: encode_sound(tone(0.2), 16_000),
+    "an audio clip": lambda: encode_audio(tone(0.2), 16_000),
 }
 """Files whose format is not accepted for images, although Pillow can read some of these formats."""
 

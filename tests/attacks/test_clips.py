@@ -1,4 +1,4 @@
-"""Attacks with videos and sounds that unpack to gigabytes, are broken, or refer to other files."""
+"""Attacks with videos and audio clips that unpack to gigabytes, are broken, or refer to other files."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def test_broken_videos_are_refused(attacked: Attacked, make: Make) -> None:
     attacked.refused(with_bytes("video", make()), "media item 0 (video): the ")
 
 
-@named(clips.SOUND_BOMBS)
-def test_sound_bombs_are_refused(attacked: Attacked, make: Make) -> None:
+@named(clips.AUDIO_BOMBS)
+def test_audio_bombs_are_refused(attacked: Attacked, make: Make) -> None:
     attacked.refused(with_bytes("audio", make()), "media item 0 (audio): the ")
 
 
-@named(clips.BROKEN_SOUNDS)
-def test_broken_sounds_are_refused(attacked: Attacked, make: Make) -> None:
+@named(clips.BROKEN_AUDIO)
+def test_broken_audio_clips_are_refused(attacked: Attacked, make: Make) -> None:
     attacked.refused(with_bytes("audio", make()), "media item 0 (audio): the ")
 
 
@@ -65,9 +65,9 @@ def test_invalid_options_of_a_video_are_refused(attacked: Attacked, options: dic
     attacked.refused(asking("video", {"url": url, **options}), message)
 
 
-def test_a_long_sound_is_refused_before_it_is_decoded(attacked: Attacked) -> None:
+def test_a_long_audio_clip_is_refused_before_it_is_decoded(attacked: Attacked) -> None:
     """The file is small but has 110 MB of samples, which is more than the model hears."""
-    body = with_bytes("audio", clips.long_sound())
+    body = with_bytes("audio", clips.long_audio())
     answer, _, further = attacked.watched.during(lambda: attacked.http.post(CHAT, json=body))
     assert answer.status_code == 400, answer.text
     assert "lasts 600.0 s; the limit of this model is 30 s" in answer.text

@@ -13,8 +13,8 @@ import pytest
 from PIL import Image
 
 from tests.attacks.conftest import CHAT, with_bytes
+from tests.audio_samples import encode_audio, tone
 from tests.media_samples import encode_video, encoded, moving_frames, photograph
-from tests.sound_samples import encode_sound, tone
 from tests.warm import running_service
 from tests.watching import wait_until
 from tools.serving import RunningService
@@ -79,7 +79,7 @@ def test_the_limits_of_an_item_are_settings(limited: RunningService) -> None:
     assert "112x84 = 9408 pixels; the limit is 4000" in error_of(limited, "video", encode_video(moving_frames(3)))
     small = encode_video(moving_frames(8, 64, 48))
     assert "has 8 frames; the limit is 5" in error_of(limited, "video", small)
-    assert "lasts 2.0 s; the limit is 1 s" in error_of(limited, "audio", encode_sound(tone(2.0), 16_000))
+    assert "lasts 2.0 s; the limit is 1 s" in error_of(limited, "audio", encode_audio(tone(2.0), 16_000))
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from mindie_mm.media.video.encoded_video import EncodedVideo
 from tests.attacks import clips
 from tests.attacks.clips import Make, box
 from tests.attacks.watched import Watched
+from tests.audio_samples import encode_audio, tone
 from tests.processor_time import processor_time_below
-from tests.sound_samples import encode_sound, tone
 from tests.transport_samples import EMPTY, begun, lists
 
 MiB = 2**20
@@ -87,13 +87,13 @@ def cover(num_bytes: int) -> bytes:
 
 
 def aiff(chunks: bytes) -> bytes:
-    data = encode_sound(tone(0.1, 16_000), 16_000, "AIFF")
+    data = encode_audio(tone(0.1, 16_000), 16_000, "AIFF")
     at = data.index(b"COMM")
     return chunk(b"FORM", data[8:at] + chunks + data[at:], ">")
 
 
 def flac_pictures(num_bytes: int, count: int) -> bytes:
-    data = encode_sound(tone(0.1, 16_000), 16_000, "FLAC")
+    data = encode_audio(tone(0.1, 16_000), 16_000, "FLAC")
     head = struct.pack(">II9s20xI", 3, 9, b"image/png", num_bytes)
     block = b"\6" + (len(head) + num_bytes).to_bytes(3) + head + bytes(num_bytes)
     return data[:4] + b"\0" + data[5:42] + count * block + data[42:]

@@ -16,7 +16,7 @@ from mindie_mm.media.video.encoded_video import EncodedVideo
 from tests.attacks import clips
 from tests.attacks.clips import Make, element, matroska, matroska_track
 from tests.attacks.watched import Watched
-from tests.sound_samples import encode_sound, encode_with_ffmpeg, tone
+from tests.audio_samples import encode_audio, encode_with_ffmpeg, tone
 
 MiB = 2**20
 RATE = 16_000
@@ -41,10 +41,10 @@ def frame(name: bytes, content: bytes) -> bytes:
     return name + bytes(size >> 21 - 7 * at & 0x7F for at in range(4)) + bytes(2) + content
 
 
-def tagged(frames: bytes, sound: bytes | None = None) -> bytes:
-    """Return a sound file that begins with an ID3 tag of `frames`. By default, the sound is an MP3."""
-    sound = encode_sound(tone(0.2, RATE), RATE, "MP3", "MPEG_LAYER_III") if sound is None else sound
-    return frame(b"ID3\4", frames)[:4] + bytes(2) + frame(b"", frames)[:4] + frames + sound
+def tagged(frames: bytes, audio: bytes | None = None) -> bytes:
+    """Return an audio file that begins with an ID3 tag of `frames`. By default, the audio is an MP3."""
+    audio = encode_audio(tone(0.2, RATE), RATE, "MP3", "MPEG_LAYER_III") if audio is None else audio
+    return frame(b"ID3\4", frames)[:4] + bytes(2) + frame(b"", frames)[:4] + frames + audio
 
 
 def comments(texts: list[bytes]) -> bytes:
@@ -52,7 +52,7 @@ def comments(texts: list[bytes]) -> bytes:
 
 
 def flac(num_comments: int) -> bytes:
-    data = encode_sound(tone(0.2, RATE), RATE, "FLAC")
+    data = encode_audio(tone(0.2, RATE), RATE, "FLAC")
     block = comments([b"%x=1" % at for at in range(num_comments)])
     return data[:4] + b"\0" + data[5:42] + b"\4" + len(block).to_bytes(3) + block + data[42:]
 
@@ -79,7 +79,7 @@ def ogg(head: bytes, second: bytes) -> bytes:
 
 def flac_in_ogg(num_comments: int) -> bytes:
     block = comments([b"%x=1" % at for at in range(num_comments)])
-    stream_info = encode_sound(tone(0.2, RATE), RATE, "FLAC")[4:42]
+    stream_info = encode_audio(tone(0.2, RATE), RATE, "FLAC")[4:42]
     return ogg(b"\x7fFLAC\1\0\0\1fLaC" + stream_info, b"\x84" + len(block).to_bytes(3) + block)
 
 
@@ -90,12 +90,12 @@ def speex(num_comments: int) -> bytes:
 
 def riff_info(count: int) -> bytes:
     info = b"INFO" + b"".join(b"%04x" % at + struct.pack("<I", 2) + b"a\0" for at in range(count))
-    sound = encode_sound(tone(0.2, RATE), RATE)
-    return sound[:36] + b"LIST" + struct.pack("<I", len(info)) + info + sound[36:]
+    audio = encode_audio(tone(0.2, RATE), RATE)
+    return audio[:36] + b"LIST" + struct.pack("<I", len(info)) + info + audio[36:]
 
 
 def caf_info(count: int) -> bytes:
-    """Return a CAF file with an information chunk of `count` texts in front of the sound."""
+    """Return a CAF file with an information chunk of `count` texts in front of the audio."""
 
     def chunk(name: bytes, content: bytes) -> bytes:
         return name + struct.pack(">q", len(content)) + content
@@ -123,7 +123,7 @@ def w64_info(count: int) -> bytes:
 
 
 def sphere(num_lines: int) -> bytes:
-    data = encode_sound(tone(0.2, RATE), RATE, "NIST")
+    data = encode_audio(tone(0.2, RATE), RATE, "NIST")
     lines = b"".join(b"k%x -s1 v\n" % at for at in range(num_lines))
     size = 1024 + len(lines)
     return b"NIST_1A\n%7d\n" % size + lines + data[16:]
@@ -273,7 +273,7 @@ def test_a_live_video_of_unknown_sizes_opens() -> None:
     assert EncodedVideo.open(data).num_frames == 3
 
 
-def test_a_sound_with_a_large_cover_opens() -> None:
+def test_an_audio_clip_with_a_large_cover_opens() -> None:
     cover = frame(b"APIC", b"\3image/png\0\3\0" + os.urandom(12 * MiB))
     assert EncodedAudio.open(tagged(frame(b"TIT2", b"\3a") + cover)).rate == RATE
 

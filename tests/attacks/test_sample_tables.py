@@ -197,11 +197,11 @@ def test_the_check_is_bounded_in_time_and_memory(make: Make) -> None:
 
 @pytest.mark.parametrize("video_frames", [0, 40])
 @pytest.mark.parametrize(("codec", "rate"), [("pcm_s16le", 16_000), ("pcm_mulaw", 8000), ("pcm_s24le", 48_000)])
-def test_pcm_sound_whose_samples_fill_the_file_is_accepted(codec: str, rate: int, video_frames: int) -> None:
-    """The file contains half a minute of PCM sound, alone or together with a tiny video."""
+def test_pcm_audio_whose_samples_fill_the_file_is_accepted(codec: str, rate: int, video_frames: int) -> None:
+    """The file contains half a minute of PCM audio, alone or together with a tiny video."""
     file = io.BytesIO()
     with av.open(file, "w", format="mov") as container:
-        sound = container.add_stream(codec, rate=rate, layout="mono")
+        audio = container.add_stream(codec, rate=rate, layout="mono")
         if video_frames:
             video = container.add_stream("mjpeg", rate=2, width=64, height=64, pix_fmt="yuvj420p")
             for _ in range(video_frames):
@@ -211,6 +211,6 @@ def test_pcm_sound_whose_samples_fill_the_file_is_accepted(codec: str, rate: int
         for start in range(0, 30 * rate, 1024):
             samples = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.int16), "s16", "mono")
             samples.rate, samples.pts = rate, start
-            container.mux(sound.encode(samples))
-        container.mux(sound.encode(None))
+            container.mux(audio.encode(samples))
+        container.mux(audio.encode(None))
     assert EncodedAudio.open(file.getvalue()).rate == rate

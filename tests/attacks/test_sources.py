@@ -225,7 +225,7 @@ def test_a_data_url_above_the_limit_of_a_body_is_refused(attacked: Attacked) -> 
         ("ftp://127.0.0.1/x.wav", "scheme 'ftp'"),
     ],
 )
-def test_sound_in_the_openai_form_obeys_the_same_policy(attacked: Attacked, data: str, message: str) -> None:
+def test_audio_in_the_openai_form_obeys_the_same_policy(attacked: Attacked, data: str, message: str) -> None:
     part = {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
     assert "media item 0 (audio)" in attacked.refused({"messages": [{"role": "user", "content": [part]}]}, message)
 

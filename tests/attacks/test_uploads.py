@@ -16,7 +16,7 @@ import pytest
 from mindie_mm.settings.config import ServiceConfig
 from service.http.connection import MAX_DROPPED_BYTES
 from tests.attacks.conftest import MAX_PROCESSOR_S, Attacked, MiB
-from tests.sound_samples import encode_sound, tone
+from tests.audio_samples import encode_audio, tone
 
 PATHS = AUDIO, FILES = "/v1/audio/transcriptions", "/v1/files"
 BOUNDARY = b"edge"
@@ -24,7 +24,7 @@ MOST = ServiceConfig().max_item_bytes
 MAX_HELD_BYTES = 16 * MiB
 """Maximum growth of the service's memory during an upload of 60 MiB, which would be larger if it were held."""
 NAMES = [b"../../../../tmp/stolen", b"/etc/cron.d/stolen", b"a\x00b", b"..", b"shm_name.txt", b"%2e%2e/a", b"a" * 3000]
-SOUND = encode_sound(tone(0.5), 16_000)
+CLIP = encode_audio(tone(0.5), 16_000)
 
 
 def part(name: str, data: bytes, more: bytes = b"") -> bytes:
@@ -36,7 +36,7 @@ def form(*parts: bytes) -> bytes:
     return b"".join(parts) + b"--%s--\r\n" % BOUNDARY
 
 
-def file(data: bytes = SOUND, name: bytes = b"a.wav") -> bytes:
+def file(data: bytes = CLIP, name: bytes = b"a.wav") -> bytes:
     return part("file", data, b'; filename="%s"' % name)
 
 
@@ -213,7 +213,7 @@ def test_a_client_that_leaves_during_its_upload_leaves_nothing(attacked: Attacke
 
 
 def test_a_client_that_leaves_during_its_answer_leaves_nothing(attacked: Attacked) -> None:
-    body = form(part("stream", b"true"), file(encode_sound(tone(200), 16_000)))
+    body = form(part("stream", b"true"), file(encode_audio(tone(200), 16_000)))
     with connection(attacked, AUDIO, b"Content-Length: %d" % len(body)) as sock:
         sock.sendall(body)
         assert sock.recv(16).startswith(b"HTTP/1.1 200")

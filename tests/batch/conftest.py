@@ -23,8 +23,8 @@ from mindie_mm.batch.run import run_batch
 from mindie_mm.batch.settings import Run, Settings, part_of
 from mindie_mm.batch.stage import Stage
 from tests import warm
+from tests.audio_samples import encode_audio, tone
 from tests.media_samples import PHOTOGRAPHS, encode_video, encoded, moving_frames, photograph
-from tests.sound_samples import encode_sound, tone
 
 CLI = str(Path(sys.executable).with_name("mindie-mm"))
 UNEQUAL = ("timings.jsonl", ".lock")
@@ -79,7 +79,7 @@ def eight_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [{"id": f"r{i}", "inputs": [{"image": f"{i}.png"}, {"text": "What?"}]} for i in range(4)]
     rows += [{"text": "Hello!"}, {"images": ["0.png", "1.png"], "text": "Both?"}]
     (here / "clip.mp4").write_bytes(encode_video(moving_frames(6)))
-    (here / "tone.wav").write_bytes(encode_sound(tone(0.5), 16_000))
+    (here / "tone.wav").write_bytes(encode_audio(tone(0.5), 16_000))
     rows += [{"video": "clip.mp4", "text": "What moves?"}, {"audio": "tone.wav", "text": "What is it?"}]
     rows[2]["inputs"][0]["image"] = "gone.png"
     (here / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

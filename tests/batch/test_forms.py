@@ -29,9 +29,9 @@ from mindie_mm.batch.settings import Run
 from mindie_mm.batch.stage import Stage
 from mindie_mm.cli import main
 from mindie_mm.errors import InputError, StorageError
+from tests.audio_samples import encode_audio, tone
 from tests.batch.conftest import content, run_in_process, settings, tokenize, written
 from tests.media_samples import encode_video, encoded, moving_frames, photograph
-from tests.sound_samples import encode_sound, tone
 
 NAMES = ("0.jpg", "1.png", "2.wav", "3.mp4")
 TEXT = "What is this?"
@@ -40,12 +40,12 @@ TEMPLATE = "{media}What is this?"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a JPEG, a PNG, a sound and a video."""
+    """Return a folder with a JPEG, a PNG, an audio clip and a video."""
     folder = tmp_path_factory.mktemp("forms") / "media"
     folder.mkdir()
     (folder / "0.jpg").write_bytes(encoded(photograph(size=(90, 70))))
     (folder / "1.png").write_bytes(encoded(photograph(size=(60, 120)), "PNG"))
-    (folder / "2.wav").write_bytes(encode_sound(tone(0.5), 16_000))
+    (folder / "2.wav").write_bytes(encode_audio(tone(0.5), 16_000))
     (folder / "3.mp4").write_bytes(encode_video(moving_frames(6)))
     return folder
 
@@ -237,9 +237,9 @@ def test_the_command_accepts_standard_input_columns_limit_and_template(
     )
     options = ("--select-columns", " image,", "--template", TEMPLATE, "--no-chat-template", "--workers", 1)
     assert tokenize(*inputs, "--output", tmp_path / "columns", *options).returncode == 0
-    image, _, sound = Dataset(tmp_path / "columns")
+    image, _, audio = Dataset(tmp_path / "columns")
     assert (image.id, len(image.ids)) == ("0", len(image.ids[image.spans[0].start :]) + image.spans[0].lead)
-    assert len(sound.ids) > sound.spans[0].stop + sound.spans[0].tail
+    assert len(audio.ids) > audio.spans[0].stop + audio.spans[0].tail
 
 
 ATTACKS: Sequence[tuple[bytes, str]] = (
@@ -443,8 +443,8 @@ def test_program_streams_caf_and_wave64_are_media_in_folders_and_tars(tmp_path: 
     media = tmp_path / "media"
     media.mkdir()
     stream = encode_video(moving_frames(6), fps=25, container="mpeg", codec="mpeg2video")
-    sounds = {name: encode_sound(tone(0.5), 16_000, kind) for name, kind in (("c.caf", "CAF"), ("w.w64", "W64"))}
-    given = {"p.mpg": stream, "v.VOB": stream, "t.m2ts": encode_video(moving_frames(6), container="mpegts"), **sounds}
+    clips = {name: encode_audio(tone(0.5), 16_000, kind) for name, kind in (("c.caf", "CAF"), ("w.w64", "W64"))}
+    given = {"p.mpg": stream, "v.VOB": stream, "t.m2ts": encode_video(moving_frames(6), container="mpegts"), **clips}
     for name, data in given.items():
         (media / name).write_bytes(data)
     run_in_process(settings(media), tmp_path / "run")
@@ -558,7 +558,7 @@ def test_a_table_is_open_only_while_it_is_read(tmp_path: Path) -> None:
     assert list(tables[0].records(1, 3)) == [{"text": "a"}] * 2
 
 
-def test_audio_that_is_too_long_or_the_sound_of_a_film_is_never_lost_in_silence(tmp_path: Path) -> None:
+def test_audio_that_is_too_long_or_the_audio_of_a_film_is_never_lost_in_silence(tmp_path: Path) -> None:
     cases = Path(__file__).parents[1] / "cases/films"
     film = {"video": str(cases / "moving_with_sound.mp4")}
     items = [{"audio": str(cases / "late_beep.flac")}, film, {**film, "use_audio_in_video": True}]

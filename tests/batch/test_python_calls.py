@@ -32,9 +32,9 @@ from mindie_mm.media.audio.encoded_audio import open_audio
 from mindie_mm.media.fetch.urls import base64_start, decode_base64
 from mindie_mm.media.source import read_source
 from mindie_mm.settings.config import MediaCaps
+from tests.audio_samples import encode_audio, tone
 from tests.batch.conftest import content, run_in_process, settings, written
 from tests.media_samples import encoded, load_image, photograph
-from tests.sound_samples import encode_sound, tone
 
 IMAGE = photograph(size=(60, 40))
 PNG = encoded(IMAGE, "PNG")
@@ -147,7 +147,7 @@ def test_samples_in_rows_are_those_of_files(tmp_path: Path) -> None:
         row = parse(line, tmp_path, "")
         (item,) = media_of(row.items or ()) or media_of_messages(row.messages or ())
         found = open_audio(read_source(item)).decode(rate, rate)
-        file = encode_sound(samples, rate, subtype="FLOAT")
+        file = encode_audio(samples, rate, subtype="FLOAT")
         assert (found == open_audio(file).decode(rate, rate)).all()
         assert samples.ndim == 2 or (found == samples).all()
 

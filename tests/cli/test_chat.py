@@ -44,8 +44,8 @@ def chatted(tmp_path: Path, *lines: str) -> tuple[int, list[str], list[str]]:
 
 
 def test_lines_from_a_pipe_are_a_conversation(tmp_path: Path, red: Path) -> None:
-    sound = tmp_path / "sound.wav"
-    sound.touch()
+    audio = tmp_path / "audio.wav"
+    audio.touch()
     status, printed, errors = chatted(
         tmp_path,
         "Hello!",
@@ -58,7 +58,7 @@ def test_lines_from_a_pipe_are_a_conversation(tmp_path: Path, red: Path) -> None
         "/nothing",
         "/image",
         f"/video {red}",
-        f"/audio {sound}",
+        f"/audio {audio}",
         "",
         "Hello!",
         "/exit",

@@ -130,17 +130,17 @@ def test_ask_checks_its_files_before_it_loads_the_model(option, tmp_path):
 
 
 def test_ask_checks_its_arguments_before_it_loads_the_model(random_checkpoint, tmp_path):
-    folder, sound = tmp_path / "no weights", tmp_path / "sound.wav"
+    folder, audio = tmp_path / "no weights", tmp_path / "audio.wav"
     shutil.copytree(random_checkpoint, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     refused = CliRunner().invoke(main, ["ask", "What?", "--model", str(folder), "--temperature", "-1"])
     assert (refused.exit_code, "temperature is -1" in refused.stderr) == (2, True)
-    sound.touch()
-    output = run_warm("ask", "What?", "--model", folder, "--audio", sound, status=2)
+    audio.touch()
+    output = run_warm("ask", "What?", "--model", folder, "--audio", audio, status=2)
     assert output == f"Error: --audio: {folder} does not accept audio inputs; it accepts image, video\n"
-    output = run_warm("ask", "What?", "--model", folder, "--image", sound, status=2)
-    assert output.startswith(f"Error: --image {sound}: ")
+    output = run_warm("ask", "What?", "--model", folder, "--image", audio, status=2)
+    assert output.startswith(f"Error: --image {audio}: ")
     assert output.endswith("the source is empty\n")
-    images = [part for _ in range(3) for part in ("--image", sound)]
+    images = [part for _ in range(3) for part in ("--image", audio)]
     output = run_warm("ask", "What?", "--model", folder, *images, "--limit-mm-per-prompt", "image=2", status=2)
     assert output == "Error: the prompt has 3 media items of kind image; the limit is 2 (limit_mm_per_prompt)\n"
 

@@ -29,8 +29,8 @@ IMAGE_FILE = Path(MEDIA, "red_square.png")
 IMAGE = "data:image/png;base64," + base64.b64encode(IMAGE_FILE.read_bytes()).decode()
 PDF_FILE = Path(MEDIA, "red_square.pdf")
 PDF = base64.b64encode(PDF_FILE.read_bytes()).decode()
-SOUND_FILE = Path(MEDIA, "three_beeps.wav")
-SOUND = base64.b64encode(SOUND_FILE.read_bytes()).decode()
+AUDIO_FILE = Path(MEDIA, "three_beeps.wav")
+AUDIO = base64.b64encode(AUDIO_FILE.read_bytes()).decode()
 
 HELLO = "Hello!"
 HELLO_BACK = "Hello! Show me a picture of a shape and ask me about it."
@@ -40,7 +40,7 @@ RED_SQUARE = "red square"
 """The embedded checkpoint's answer to `WHAT` about the image, which is also the PDF's only page."""
 HOW_MANY = "How many beeps do you hear?"
 THREE = "3"
-"""The embedded checkpoint's answer to `HOW_MANY` about the sound."""
+"""The embedded checkpoint's answer to `HOW_MANY` about the audio."""
 WEATHER: dict[str, Any] = {
     "type": "object",
     "properties": {

@@ -22,9 +22,9 @@ from mindie_mm.settings.config import MediaCaps
 from mindie_mm.shm import Arena, attach, release
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.requests import request_of_items
+from tests.audio_samples import encode_audio, tone
 from tests.media_samples import encode_video, encoded, moving_frames, photograph
 from tests.models.test_qwen2_audio import TestQwen2Audio as _Qwen2Audio
-from tests.sound_samples import encode_sound, tone
 from tests.warm import SUBPROCESS
 
 CAT, COFFEE = photograph("chelsea.png", (150, 120)), photograph("coffee.png", (112, 84))
@@ -151,11 +151,13 @@ def test_a_prompt_may_have_more_items_than_decoders(pair: Pair) -> None:
     pair.assert_same(*({"image": encoded(photograph("coffee.png", (56 + 28 * index, 56)))} for index in range(9)))
 
 
-def test_a_sound_gives_the_same_prompt_in_every_form(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
+def test_an_audio_clip_gives_the_same_prompt_in_every_form(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
     checkpoint = tmp_path_factory.mktemp("hears")
     _Qwen2Audio.write_checkpoint(checkpoint)
     for pair in _pair(checkpoint, tmp_path / "shm_name.txt"):
-        data = encode_sound(tone(0.5), 16_000)
+        data = encode_audio(tone(0.5), 16_000)
         pair.assert_same({"audio": data}, {"audio": str(_file(tmp_path, data))}, {"audio": tone(0.3)})
 
 
@@ -193,7 +195,7 @@ def test_videos_with_a_wrong_packet_count_are_planned_again(pair: Pair) -> None:
         ({"image": encoded(CAT)[:3000]}, "media item 1 (image): the JPEG image of 150x120 pixels is broken"),
         ({"image": encoded(photograph(size=(401, 2)))}, "media item 1 (image): the image or video has 401x2 pixels"),
         ({"video": [encoded(CAT), b"junk"]}, "media item 1 (video): frame 1: the 4 bytes cannot be read as an image"),
-        ({"audio": b"sound"}, "does not accept audio"),
+        ({"audio": b"audio"}, "does not accept audio"),
         ({"image": encoded(CAT), "num_frames": 3}, ""),
     ],
     ids=str,

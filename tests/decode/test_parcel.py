@@ -17,9 +17,9 @@ from mindie_mm.decode.parcel import pack_copy, pack_file, unpacked
 from mindie_mm.errors import InputError, LimitExceeded, MediaError
 from mindie_mm.inputs import Media
 from mindie_mm.media.source import read_source
+from tests.audio_samples import tone
 from tests.decode.conftest import packed
 from tests.media_samples import encoded, moving_frames, photograph
-from tests.sound_samples import tone
 
 CAT = photograph("chelsea.png", (150, 120))
 DATA = encoded(CAT)

@@ -18,9 +18,9 @@ import mindie_mm
 from mindie_mm import LLM, BeamSearchParams
 from mindie_mm.errors import ContextLengthExceeded, InputError, MediaError
 from mindie_mm.settings.config import EngineConfig, WorkerConfig
+from tests.audio_samples import tone
 from tests.models.references import Reference
 from tests.models.test_qwen2_5_omni import make_reference
-from tests.sound_samples import tone
 from tools.demo import draw_shape
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from mindie_mm.shm import survey
-from tests.sound_samples import encode_sound, tone
+from tests.audio_samples import encode_audio, tone
 from tests.warm import running_service
 from tests.watching import metric, wait_until
 from tools.fault_matrix import run
@@ -185,7 +185,7 @@ def image(rig: Rig) -> dict[str, Any]:
 
 
 def asked(rig: Rig, path: str) -> Any:
-    """Send a request with a new image, or with sound, and return what its answer says."""
+    """Send a request with a new image, or with audio, and return what its answer says."""
     part = image(rig)
     url = part["image_url"]["url"]
     chat = {"messages": [{"role": "user", "content": [part]}]}
@@ -203,7 +203,7 @@ def asked(rig: Rig, path: str) -> Any:
     }
     form: dict[str, Any] = {"json": bodies.get(path)}
     if path not in bodies:
-        form = {"files": {"file": encode_sound(tone(2), 16_000)}, "data": {"model": "tiny"}}
+        form = {"files": {"file": encode_audio(tone(2), 16_000)}, "data": {"model": "tiny"}}
     answer = httpx2.post(f"{rig.service.url}{path}", timeout=DEADLINE_S, **form)
     assert answer.status_code == 200, answer.text
     said = answer.json()

@@ -1,4 +1,4 @@
-"""Fuzzing targets that decode images, videos, sounds and embeddings of every supported format."""
+"""Fuzzing targets that decode images, videos, audio clips and embeddings of every supported format."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from mindie_mm.media.guard.caps import under
 from mindie_mm.media.image.encoded_image import open_image
 from mindie_mm.media.video.encoded_video import EncodedVideo
 from mindie_mm.settings.config import MediaCaps
+from tests.audio_samples import encode_audio, encode_with_ffmpeg, tone
 from tests.fuzz.target import Target
 from tests.media_samples import encode_video, encoded, jpeg_variants, moving_frames
-from tests.sound_samples import encode_sound, encode_with_ffmpeg, tone
 from tests.transport_samples import spaced
 
 _MAX_BYTES = 2**16
@@ -44,7 +44,7 @@ _VIDEOS = (
     ("mpegts", "libx264", {}),
     ("mpeg", "mpeg1video", {}),
 )
-_SOUNDS = (
+_AUDIO = (
     ("WAV", "PCM_16", 1),
     ("W64", "FLOAT", 2),
     ("AIFF", "PCM_24", 1),
@@ -54,7 +54,7 @@ _SOUNDS = (
     ("OGG", "VORBIS", 9),
     ("OGG", "OPUS", 8),
 )
-_SOUNDS_OF_FFMPEG = (
+_FFMPEG_AUDIO = (
     ("adts", "aac"),
     ("ipod", "aac"),
     ("ipod", "alac"),
@@ -95,10 +95,10 @@ def _sample(data: bytes) -> None:
 
 
 @contextmanager
-def sounds() -> Iterator[Target]:
-    """Yield a target that decodes sounds with `open_audio`. An input is a file."""
-    seeds = [encode_sound(tone(0.1, 48_000, 200, channels), 48_000, *kind) for *kind, channels in _SOUNDS]
-    seeds += [encode_with_ffmpeg(tone(0.2, 48_000), 48_000, *kind) for kind in _SOUNDS_OF_FFMPEG]
+def clips() -> Iterator[Target]:
+    """Yield a target that decodes audio clips with `open_audio`. An input is a file."""
+    seeds = [encode_audio(tone(0.1, 48_000, 200, channels), 48_000, *kind) for *kind, channels in _AUDIO]
+    seeds += [encode_with_ffmpeg(tone(0.2, 48_000), 48_000, *kind) for kind in _FFMPEG_AUDIO]
     seeds += [encode_with_ffmpeg(tone(0.1, 48_000, 200, 8), 48_000, *kind, "7.1") for kind in _SURROUND]
     yield Target(tuple(seeds), _reads(lambda data: open_audio(data).decode(_RATE, 30 * _RATE)), _MAX_BYTES)
 

@@ -25,10 +25,10 @@ TARGETS: Mapping[str, Callable[[], AbstractContextManager[Target]]] = {
     "arena_file": attached.arena_file,
     "images": media.images,
     "videos": media.videos,
-    "sounds": media.sounds,
+    "clips": media.clips,
     "embeddings": media.embeddings,
 }
-SLOW = {"living_arena": 10, "arena_file": 10, "images": 10, "videos": 10, "sounds": 10, "embeddings": 10}
+SLOW = {"living_arena": 10, "arena_file": 10, "images": 10, "videos": 10, "clips": 10, "embeddings": 10}
 """Divisors of the number of inputs, for targets that are slow because they write or decode a file for each input."""
 HANG_S = 30.0
 _KEPT = 256

@@ -6,7 +6,7 @@ import pytest
 
 from tests.fuzz.runner import TARGETS, run
 
-INPUTS = {"living_arena": 1500, "arena_file": 400, "images": 1000, "videos": 1500, "sounds": 1500, "embeddings": 1500}
+INPUTS = {"living_arena": 1500, "arena_file": 400, "images": 1000, "videos": 1500, "clips": 1500, "embeddings": 1500}
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ def digest_of(kind: str, data: bytes) -> str:
     """Return a digest of all arrays of a media file, or the repr of the error if the file is refused."""
     try:
         with under(MediaCaps()):
-            arrays = {"image": _of_image, "video": _of_video, "sound": _of_sound}[kind](data)
+            arrays = {"image": _of_image, "video": _of_video, "audio": _of_audio}[kind](data)
     except MindieMMError as error:
         return repr(error)
     return hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()
@@ -48,7 +48,7 @@ def _of_video(data: bytes) -> list[np.ndarray[Any, Any]]:
     return [frames, resize(frames, 28, 56)]
 
 
-def _of_sound(data: bytes) -> list[np.ndarray[Any, Any]]:
+def _of_audio(data: bytes) -> list[np.ndarray[Any, Any]]:
     samples = open_audio(data).decode(MEL.rate, MEL.max_samples)
     spectrogram = np.empty((MEL.num_bins, MEL.num_frames(len(samples))), np.float32)
     write_log_mel(samples, MEL, spectrogram)

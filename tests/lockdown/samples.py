@@ -10,11 +10,11 @@ from PIL import Image
 
 from mindie_mm.media.image.encoded_image import FORMATS
 from tests.attacks import clips, images
+from tests.audio_samples import encode_audio, encode_with_ffmpeg, speech, tone
 from tests.media.test_audio import LOSSLESS
 from tests.media.test_films import FORMATS_WITH_ALPHA, animate, encode_rgba, moving_square
 from tests.media.test_formats import FILES
 from tests.media_samples import encode_video, encoded, jpeg_variants, moving_frames, photograph
-from tests.sound_samples import encode_sound, encode_with_ffmpeg, speech, tone
 
 Sample = tuple[str, str, bytes]
 """Kind, name and contents of a media file."""
@@ -28,7 +28,7 @@ _VIDEOS = (
     *(("mpeg", "mpeg2video"), ("flv", "flv"), ("asf", "wmv2"), ("gif", "gif"), ("mov", "qtrle"), ("ivf", "libvpx")),
 )
 _LOSSY = (("MP3", "MPEG_LAYER_III"), ("OGG", "VORBIS"), ("OGG", "OPUS"))
-_SOUNDS = (
+_AUDIO = (
     *(
         ("mp4", "aac"),
         ("adts", "aac"),
@@ -40,12 +40,12 @@ _SOUNDS = (
     *(("matroska", "libmp3lame"), ("matroska", "eac3"), ("asf", "wmav2"), ("mpegts", "mp2"), ("mpegts", "ac3")),
     *(("mpeg", "mp2"), ("flv", "libmp3lame"), ("avi", "pcm_s16le")),
 )
-_KINDS_OF_CASES = {".png": "image", ".avif": "image", ".wav": "sound", ".flac": "sound", ".amr": "sound"}
+_KINDS_OF_CASES = {".png": "image", ".avif": "image", ".wav": "audio", ".flac": "audio", ".amr": "audio"}
 _ATTACKS = (images.OF_FORMATS, images.BROKEN, images.HARMLESS, images.OTHER_FORMATS)
 
 
 def samples() -> list[Sample]:
-    return [*_images(), *_videos(), *_sounds(), *_hostile()]
+    return [*_images(), *_videos(), *_clips(), *_hostile()]
 
 
 def _images() -> Iterator[Sample]:
@@ -91,13 +91,13 @@ def _videos() -> Iterator[Sample]:
         yield kind, path.name, path.read_bytes()
 
 
-def _sounds() -> Iterator[Sample]:
-    yield "sound", "speech", speech()
+def _clips() -> Iterator[Sample]:
+    yield "audio", "speech", speech()
     for form, subtype in [*LOSSLESS, *_LOSSY]:
-        yield "sound", f"{subtype} in {form}", encode_sound(tone(1.3, 48_000, channels=2), 48_000, form, subtype)
-    for container, codec in _SOUNDS:
-        yield "sound", f"{codec} in {container}", encode_with_ffmpeg(tone(1.5, 48_000), 48_000, container, codec)
-    yield "sound", "half a minute", encode_sound(tone(30, 44_100), 44_100)
+        yield "audio", f"{subtype} in {form}", encode_audio(tone(1.3, 48_000, channels=2), 48_000, form, subtype)
+    for container, codec in _AUDIO:
+        yield "audio", f"{codec} in {container}", encode_with_ffmpeg(tone(1.5, 48_000), 48_000, container, codec)
+    yield "audio", "half a minute", encode_audio(tone(30, 44_100), 44_100)
 
 
 def _hostile() -> Iterator[Sample]:
@@ -106,5 +106,5 @@ def _hostile() -> Iterator[Sample]:
             yield "image", name, (attack[0] if isinstance(attack, tuple) else attack)()
     for name, make in clips.BROKEN_VIDEOS.items():
         yield "video", name, make()
-    for name, make in clips.BROKEN_SOUNDS.items():
-        yield "sound", name, make()
+    for name, make in clips.BROKEN_AUDIO.items():
+        yield "audio", name, make()

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from mindie_mm.lockdown import support
+from tests.audio_samples import speech
 from tests.lockdown.decoding import digest_of
 from tests.lockdown.samples import Sample, samples
 from tests.media_samples import encode_video, encoded, moving_frames, photograph
 from tests.models.contract import FamilyContract
-from tests.sound_samples import speech
 
 pytestmark = pytest.mark.slow  # each process imports every decoder anew
 
@@ -64,7 +64,7 @@ def test_a_warm_process_has_one_thread_and_imports_nothing_late(locked):
     assert noticed == {"threads": 1, "locks": str(support()), "imported late": set()}
 
 
-@pytest.mark.parametrize("kind", ["image", "video", "sound"])
+@pytest.mark.parametrize("kind", ["image", "video", "audio"])
 def test_media_decode_to_the_same_arrays_as_without_locks(media, locked, kind):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow warns about malicious images

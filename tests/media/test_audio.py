@@ -23,8 +23,8 @@ from mindie_mm.media.guard.caps import under
 from mindie_mm.media.guard.container import open_container
 from mindie_mm.media.source import read_source
 from mindie_mm.settings.config import MediaCaps
+from tests.audio_samples import SPEECH_RATE, encode_audio, encode_with_ffmpeg, speech, tone
 from tests.media_samples import encode_video, moving_frames
-from tests.sound_samples import SPEECH_RATE, encode_sound, encode_with_ffmpeg, speech, tone
 
 CASES = Path(__file__).parents[1] / "cases/media"
 FILMS = Path(__file__).parents[1] / "cases/films"
@@ -81,7 +81,7 @@ def test_speech_is_equal_to_the_reference():
     ],
 )
 def test_lossless_files_are_equal_to_the_reference(file_format, subtype, rate, channels):
-    data = encode_sound(tone(0.7, rate, channels=channels), rate, file_format, subtype)
+    data = encode_audio(tone(0.7, rate, channels=channels), rate, file_format, subtype)
     found = decode(data)
     assert found.dtype == np.float32
     assert np.array_equal(found, reference(data))
@@ -101,7 +101,7 @@ def test_lossy_files_are_near_the_reference(file_format, subtype, tolerance, rat
 def test_speech_that_is_resampled_in_pieces_equals_the_whole(file_format, subtype, rate):
     if rate == 8_000 and subtype == "VORBIS":
         pytest.skip("libsndfile writes no Vorbis at this rate")
-    opened = open_audio(encode_sound(tone(2.7, rate), rate, file_format, subtype))
+    opened = open_audio(encode_audio(tone(2.7, rate), rate, file_format, subtype))
     whole = opened.decode(RATE, 3 * RATE)
     speech_samples = opened.speech(RATE)
     assert speech_samples.dtype == np.int16
@@ -110,8 +110,8 @@ def test_speech_that_is_resampled_in_pieces_equals_the_whole(file_format, subtyp
     assert np.abs(speech_samples[:length] / 2**15 - np.clip(whole[:length], -1, 1)).max() < 1e-3
 
 
-def test_speech_has_the_limits_of_other_sound():
-    data = encode_sound(tone(2.0), RATE)
+def test_speech_has_the_limits_of_other_audio():
+    data = encode_audio(tone(2.0), RATE)
     with under(MediaCaps(max_audio_samples=RATE)), pytest.raises(LimitExceeded, match="more samples than the limit"):
         open_audio(data).speech(RATE)
     with pytest.raises(MediaError, match="truncated"):
@@ -134,7 +134,7 @@ def test_containers_with_a_channel_layout_are_equal_to_the_reference(container, 
 
 
 def check_near_the_reference(samples: np.ndarray, rate: int, file_format: str, subtype: str, tolerance: float) -> None:
-    data = encode_sound(samples, rate, file_format, subtype)
+    data = encode_audio(samples, rate, file_format, subtype)
     found, expected = decode(data), reference(data)
     assert len(found) == len(expected)
     # The two decoders are different implementations, and decode Opus at different sample rates.
@@ -187,7 +187,7 @@ def test_wideband_amr_is_decoded():
     assert len(decode(silence)) == RATE
 
 
-def test_a_transport_stream_with_only_sound_is_decoded():
+def test_a_transport_stream_with_only_audio_is_decoded():
     data = (CASES / "tone.ts").read_bytes()
     with av.open(io.BytesIO(data)) as container:
         frames = np.concatenate([frame.to_ndarray()[0] for frame in container.decode(audio=0)])
@@ -206,7 +206,7 @@ def test_a_recording_that_starts_and_ends_in_the_middle_of_a_frame_is_decoded(co
 
 
 @pytest.mark.parametrize(
-    ("container", "images", "sounds"),
+    ("container", "images", "audio"),
     [
         ("mpegts", "mpeg2video", "mp2"),
         ("mpeg", "mpeg2video", "mp2"),
@@ -216,8 +216,8 @@ def test_a_recording_that_starts_and_ends_in_the_middle_of_a_frame_is_decoded(co
         ("mp4", "mpeg4", "aac"),
     ],
 )
-def test_the_sound_of_a_video_is_decoded(container, images, sounds):
-    data = film(container, images, sounds)
+def test_the_audio_of_a_video_is_decoded(container, images, audio):
+    data = film(container, images, audio)
     with av.open(io.BytesIO(data)) as opened:
         expected = np.concatenate([frame.to_ndarray()[0] for frame in opened.decode(audio=0)])
     if expected.dtype == np.int16:
@@ -226,26 +226,26 @@ def test_the_sound_of_a_video_is_decoded(container, images, sounds):
     assert np.array_equal(open_audio(data).decode(48_000, 10**7), expected)
 
 
-def film(container: str, images: str, sounds: str) -> bytes:
-    """Encode half a second of video with sound."""
+def film(container: str, images: str, audio: str) -> bytes:
+    """Encode half a second of video with audio."""
     file = io.BytesIO()
     with av.open(file, "w", format=container) as output:
         image = output.add_stream(images, rate=25)
         image.width, image.height, image.pix_fmt = 112, 84, "yuv420p"
-        sound = output.add_stream(sounds, rate=48_000, layout="mono")
-        sound.format = sound.codec.audio_formats[0]
+        stream = output.add_stream(audio, rate=48_000, layout="mono")
+        stream.format = stream.codec.audio_formats[0]
         for pixels in moving_frames(13):
             output.mux(image.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
         output.mux(image.encode())
         frame = av.AudioFrame.from_ndarray(tone(0.5, 48_000)[None], format="flt", layout="mono")
         frame.sample_rate = 48_000
-        for piece in av.AudioResampler(sound.format, "mono", 48_000, frame_size=sound.frame_size).resample(frame):
-            output.mux(sound.encode(piece))
-        output.mux(sound.encode())
+        for piece in av.AudioResampler(stream.format, "mono", 48_000, frame_size=stream.frame_size).resample(frame):
+            output.mux(stream.encode(piece))
+        output.mux(stream.encode())
     return file.getvalue()
 
 
-def test_a_video_without_sound_is_refused():
+def test_a_video_without_audio_is_refused():
     silent = encode_video(moving_frames(4))
     with pytest.raises(MediaError, match="no audio stream"):
         open_audio(silent)
@@ -282,14 +282,14 @@ def test_a_track_that_cannot_be_decoded_is_passed_over(codec, other):
 @pytest.mark.parametrize("sample", [1e300, -1e39, np.nan, np.inf])
 @pytest.mark.parametrize("channels", [1, 2])
 def test_samples_beyond_float32_are_refused_without_a_warning(channels, sample):
-    data = encode_sound(np.full((100, channels), sample), RATE, "WAV", "DOUBLE")
+    data = encode_audio(np.full((100, channels), sample), RATE, "WAV", "DOUBLE")
     with pytest.raises(MediaError, match="the audio clip has a sample of amplitude"):
         decode(data)
 
 
 @pytest.mark.parametrize("rate", [RATE, 44_100])
 def test_a_clip_that_is_longer_than_the_limit_is_refused(rate):
-    data = encode_sound(tone(9.0, rate), rate, "WAV", "FLOAT")
+    data = encode_audio(tone(9.0, rate), rate, "WAV", "FLOAT")
     assert np.array_equal(decode(data, max_samples=9 * RATE), reference(data))
     with pytest.raises(LimitExceeded, match=r"lasts 9\.0 s; the limit of this model is 8.99987 s\. Cut the clip"):
         decode(data, max_samples=9 * RATE - 2)
@@ -303,14 +303,14 @@ def test_a_clip_that_is_longer_than_the_limit_is_refused(rate):
 @pytest.mark.parametrize(("num_more", "text"), [(1, "2.0001"), (16, "2.001"), (320, "2.02"), (1600, "2.1")])
 def test_the_length_of_a_refused_clip_has_enough_digits(num_more, text):
     samples = tone(3.0)[: 2 * RATE + num_more]
-    for one in (open_audio(samples), open_audio(encode_sound(samples, RATE))):
+    for one in (open_audio(samples), open_audio(encode_audio(samples, RATE))):
         with pytest.raises(LimitExceeded, match=rf"lasts {text} s; the limit of this model is 2 s"):
             one.decode(RATE, 2 * RATE)
     with (
         under(MediaCaps(max_audio_seconds=2)),
         pytest.raises(LimitExceeded, match=rf"lasts {text} s; the limit is 2 s"),
     ):
-        open_audio(encode_sound(samples, RATE))
+        open_audio(encode_audio(samples, RATE))
 
 
 @pytest.mark.parametrize(
@@ -425,15 +425,15 @@ def test_a_big_endian_file_with_other_codecs_is_refused():
 
 
 CONTAINERS_WITH_LENGTH = {
-    **{name: (encode_sound, RATE, name, "PCM_16") for name in ("WAV", "RF64", "W64", "AIFF", "AU", "NIST", "CAF")},
-    "WAVEX": (encode_sound, RATE, "WAVEX", "PCM_24"),
-    "W64 with a fact": (encode_sound, RATE, "W64", "ULAW"),
-    "W64 of blocks": (encode_sound, RATE, "W64", "IMA_ADPCM"),
-    "CAF of floats": (encode_sound, RATE, "CAF", "FLOAT"),
+    **{name: (encode_audio, RATE, name, "PCM_16") for name in ("WAV", "RF64", "W64", "AIFF", "AU", "NIST", "CAF")},
+    "WAVEX": (encode_audio, RATE, "WAVEX", "PCM_24"),
+    "W64 with a fact": (encode_audio, RATE, "W64", "ULAW"),
+    "W64 of blocks": (encode_audio, RATE, "W64", "IMA_ADPCM"),
+    "CAF of floats": (encode_audio, RATE, "CAF", "FLOAT"),
     "AVI": (encode_with_ffmpeg, RATE, "avi", "pcm_s16le"),
     "AVI of MP3": (encode_with_ffmpeg, 48_000, "avi", "libmp3lame"),
     "FLV": (encode_with_ffmpeg, 44_100, "flv", "libmp3lame"),
-    "MP3": (encode_sound, RATE, "MP3", "MPEG_LAYER_III"),
+    "MP3": (encode_audio, RATE, "MP3", "MPEG_LAYER_III"),
     "Matroska": (encode_with_ffmpeg, RATE, "matroska", "libmp3lame"),
     "WebM": (encode_with_ffmpeg, 48_000, "webm", "libopus"),
 }
@@ -468,7 +468,7 @@ def test_a_truncated_big_endian_file_is_refused(subtype):
 
 
 def test_a_truncated_rf64_file_that_states_no_number_of_samples_is_refused():
-    data = encode_sound(tone(3.0), RATE, "RF64")
+    data = encode_audio(tone(3.0), RATE, "RF64")
     at = data.index(b"ds64") + 24
     data = data[:at] + bytes(8) + data[at + 8 :]
     assert len(decode(data)) == 3 * RATE
@@ -477,7 +477,7 @@ def test_a_truncated_rf64_file_that_states_no_number_of_samples_is_refused():
 
 
 def test_a_flac_that_is_truncated_between_two_frames_is_refused():
-    data = encode_sound(tone(3.0), RATE, "FLAC")
+    data = encode_audio(tone(3.0), RATE, "FLAC")
     with av.open(io.BytesIO(data)) as container:
         places = [packet.pos for packet in container.demux() if packet.pos is not None]
     with pytest.raises(MediaError, match=r"its header declares 3\.0 s, but it has 1\.\d s"):
@@ -485,7 +485,7 @@ def test_a_flac_that_is_truncated_between_two_frames_is_refused():
 
 
 def test_a_size_that_a_writer_of_wave64_did_not_know_is_ignored():
-    data = encode_sound(tone(0.5), RATE, "W64")
+    data = encode_audio(tone(0.5), RATE, "W64")
     at = data.index(b"data") + 16
     changed = data[:at] + struct.pack("<Q", 0x7FFFFFFF << 32) + data[at + 8 :]
     assert np.array_equal(decode(changed), decode(data))
@@ -493,7 +493,7 @@ def test_a_size_that_a_writer_of_wave64_did_not_know_is_ignored():
 
 @pytest.mark.parametrize("size", [0, -1])
 def test_a_size_that_a_writer_of_caf_did_not_know_is_ignored(size):
-    data = encode_sound(tone(0.5), RATE, "CAF")
+    data = encode_audio(tone(0.5), RATE, "CAF")
     at = data.index(b"data") + 4
     changed = data[:at] + struct.pack(">q", size) + data[at + 8 :]
     assert np.array_equal(decode(changed), decode(data))
@@ -509,22 +509,22 @@ def test_a_whole_avi_with_a_false_number_of_samples_is_decoded():
 
 @pytest.mark.parametrize("size", [0, 0x7FFFF000, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF])
 def test_a_size_that_a_writer_did_not_know_is_ignored(size):
-    data = encode_sound(tone(0.5), RATE)
+    data = encode_audio(tone(0.5), RATE)
     at = data.index(b"data") + 4
     assert np.array_equal(decode(data[:at] + struct.pack("<I", size) + data[at + 4 :]), decode(data))
 
 
-def test_the_sound_of_a_longer_film_is_complete():
+def test_the_audio_of_a_longer_film_is_complete():
     file = io.BytesIO()
     with av.open(file, "w", format="matroska") as output:
-        images, sound = output.add_stream("libx264", rate=2), output.add_stream("pcm_s16le", rate=RATE, layout="mono")
+        images, stream = output.add_stream("libx264", rate=2), output.add_stream("pcm_s16le", rate=RATE, layout="mono")
         images.width, images.height, images.pix_fmt = 112, 84, "yuv420p"
         for pixels in moving_frames(20):
             output.mux(images.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
         output.mux(images.encode())
         frame = av.AudioFrame.from_ndarray(np.ones((1, RATE), np.int16), format="s16", layout="mono")
         frame.sample_rate = RATE
-        output.mux([*sound.encode(frame), *sound.encode()])
+        output.mux([*stream.encode(frame), *stream.encode()])
     assert len(decode(file.getvalue())) == RATE
 
 
@@ -533,7 +533,7 @@ LYRICS = b"LYRICSBEGININD0000200" + b"000021LYRICS200" + b"TAG" + bytes(125)
 
 @pytest.mark.parametrize("behind", [b"\0", bytes(4096), b"helloworld", LYRICS])
 def test_bytes_after_an_mp3_are_ignored(behind):
-    data = encode_sound(tone(2.0, 44_100), 44_100, "MP3", "MPEG_LAYER_III")
+    data = encode_audio(tone(2.0, 44_100), 44_100, "MP3", "MPEG_LAYER_III")
     whole = open_audio(data).decode(44_100, 10**6)
     found = open_audio(data + behind).decode(44_100, 10**6)
     assert np.array_equal(found[: len(whole)], whole)
@@ -562,7 +562,7 @@ def test_a_damaged_file_in_a_container_is_refused():
 def test_given_samples_are_resampled_from_their_rate():
     samples = tone(1.0, 48_000)
     assert np.array_equal(open_audio(samples).decode(RATE, 48_000), samples)
-    data = encode_sound(samples, 48_000, "WAV", "FLOAT")
+    data = encode_audio(samples, 48_000, "WAV", "FLOAT")
     assert np.array_equal(open_audio(samples, 48_000).decode(RATE, 60 * RATE), reference(data))
     with pytest.raises(InputError, match="sampling_rate is 16000, but an encoded clip has its own rate"):
         open_audio(data, 16_000)
@@ -579,7 +579,7 @@ def test_only_one_dimensional_float_arrays_are_samples():
 
 
 def test_caps_are_checked_before_decoding():
-    data = encode_sound(tone(3.0), RATE)
+    data = encode_audio(tone(3.0), RATE)
     with (
         under(MediaCaps(max_audio_seconds=2.5)),
         pytest.raises(LimitExceeded, match=r"lasts 3\.0 s; the limit is 2\.5 s"),
@@ -595,19 +595,19 @@ def test_caps_are_checked_before_decoding():
 @pytest.mark.parametrize(
     ("data", "rate"),
     [
-        (encode_sound(tone(0.2), RATE, "CAF"), struct.pack(">d", RATE)),
+        (encode_audio(tone(0.2), RATE, "CAF"), struct.pack(">d", RATE)),
         (encode_with_ffmpeg(tone(0.2), RATE, "mov", "pcm_s16le"), struct.pack(">I", RATE << 16)),
         (encode_with_ffmpeg(tone(0.2), RATE, "matroska", "pcm_s16le"), struct.pack(">d", RATE)),
     ],
     ids=["caf", "mov", "matroska"],
 )
-def test_sound_without_a_sampling_rate_is_refused(data: bytes, rate: bytes):
+def test_audio_without_a_sampling_rate_is_refused(data: bytes, rate: bytes):
     assert rate in data
     with pytest.raises(MediaError, match=r"audio stream of the file has no sampling rate"):
         open_audio(data.replace(rate, bytes(len(rate))))
 
 
-def test_a_small_file_that_claims_hours_of_sound_is_refused():
+def test_a_small_file_that_claims_hours_of_audio_is_refused():
     silence = encode_with_ffmpeg(np.zeros(20 * 48_000, np.float32), 48_000, "ogg", "libopus")
     last = bytearray(silence[silence.rindex(b"OggS") :])  # the last page contains the number of samples of the file
     last[6:14] = struct.pack("<q", 48_000 * 3600 * 5)
@@ -624,7 +624,7 @@ def test_decoding_stops_at_the_cap_of_samples():
         under(MediaCaps(max_audio_samples=RATE)),
         pytest.raises(LimitExceeded, match="more samples than the limit of 16000"),
     ):
-        decode(encode_sound(tone(3.0), RATE))
+        decode(encode_audio(tone(3.0), RATE))
 
 
 def test_a_clip_is_decoded_under_the_caps_it_was_opened_with(monkeypatch):
@@ -635,7 +635,7 @@ def test_a_clip_is_decoded_under_the_caps_it_was_opened_with(monkeypatch):
         return open_container(data, formats, max_pixels)
 
     monkeypatch.setattr(audio, "open_container", recorded)
-    data = encode_sound(tone(3.0), RATE)
+    data = encode_audio(tone(3.0), RATE)
     with under(MediaCaps(max_video_pixels=77, max_audio_samples=3 * RATE)):
         clip = open_audio(data)
     with under(MediaCaps(max_audio_samples=RATE)):
@@ -648,7 +648,7 @@ def test_samples_that_overflow_are_refused(value):
     samples = tone(0.5)
     samples[77] = value
     with pytest.raises(MediaError, match=r"has a sample of amplitude (nan|inf|9999.*); the limit is 1e\+09"):
-        decode(encode_sound(samples, RATE, "WAV", "FLOAT"))
+        decode(encode_audio(samples, RATE, "WAV", "FLOAT"))
     with pytest.raises(MediaError, match="has a sample of amplitude"):
         open_audio(samples).decode(RATE, RATE)
 
@@ -657,7 +657,7 @@ def test_samples_that_overflow_are_refused(value):
     "data",
     [
         b"",
-        b"no sound",
+        b"no audio",
         b"RIFF\x00\x00\x00\x00WAVE",
         b"OggS" + bytes(200),
         b"ID3\x04\x00\x00\x00\x00\x00\x00" + bytes(200),
@@ -666,13 +666,13 @@ def test_samples_that_overflow_are_refused(value):
         np.random.default_rng(0).bytes(5000),
     ],
 )
-def test_data_without_sound_is_refused(data):
+def test_data_without_audio_is_refused(data):
     with pytest.raises((MediaError, LimitExceeded)):
         decode(data)
 
 
 def test_an_unknown_codec_is_refused():
-    data = bytearray(encode_sound(tone(0.1), RATE))
+    data = bytearray(encode_audio(tone(0.1), RATE))
     at = data.index(b"fmt ") + 8
     data[at : at + 2] = b"\x99\x99"
     with pytest.raises(MediaError, match=r"unknown codec|no readable"):

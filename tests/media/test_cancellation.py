@@ -8,8 +8,8 @@ from mindie_mm.errors import RequestAborted
 from mindie_mm.media.audio.encoded_audio import open_audio
 from mindie_mm.media.guard import cancellation
 from mindie_mm.media.video.encoded_video import open_video
+from tests.audio_samples import encode_audio, tone
 from tests.media_samples import encode_video, moving_frames
-from tests.sound_samples import encode_sound, tone
 
 
 @pytest.mark.parametrize("form", ["encoded", "handed in"])
@@ -25,8 +25,8 @@ def test_a_cancelled_video_stops_between_two_frames(form: str) -> None:
     assert len(list(video.decode(range(30)))) == 30
 
 
-def test_a_cancelled_sound_stops() -> None:
-    clip, given_up = open_audio(encode_sound(tone(1.0), 16_000)), threading.Event()
+def test_a_cancelled_audio_clip_stops() -> None:
+    clip, given_up = open_audio(encode_audio(tone(1.0), 16_000)), threading.Event()
     given_up.set()
     with cancellation.until(given_up), pytest.raises(RequestAborted, match="was aborted"):
         clip.decode(16_000, 16_000)

@@ -18,9 +18,9 @@ from mindie_mm.media.image.encoded_image import FORMATS, open_image
 from mindie_mm.media.video.encoded_video import EncodedVideo, open_video
 from mindie_mm.media.video.rgb import HLG, PQ, hdr_to_sdr
 from mindie_mm.settings.config import MediaCaps
+from tests.audio_samples import tone
 from tests.heic_samples import coded, grid_head, heif, size_of, tiled
 from tests.media_samples import decode_all, encode_video, encoded, moving_frames, photograph
-from tests.sound_samples import tone
 
 CASES = Path(__file__).parents[1] / "cases/films"
 
@@ -75,14 +75,14 @@ def test_a_larger_track_whose_codec_is_not_allowed_is_passed_over():
 def test_cover_art_is_no_video():
     file = io.BytesIO()
     with av.open(file, "w", format="mp4") as output:
-        sound, cover = output.add_stream("aac", rate=16_000, layout="mono"), output.add_stream("mjpeg", rate=1)
+        audio, cover = output.add_stream("aac", rate=16_000, layout="mono"), output.add_stream("mjpeg", rate=1)
         cover.width, cover.height, cover.pix_fmt = 64, 64, "yuvj420p"
         cover.disposition = Disposition.attached_pic
         frame = av.AudioFrame.from_ndarray(tone(1.0)[None], format="flt", layout="mono")
         frame.sample_rate = 16_000
         for piece in av.AudioResampler("fltp", "mono", 16_000, frame_size=1024).resample(frame):
-            output.mux(sound.encode(piece))
-        output.mux(sound.encode())
+            output.mux(audio.encode(piece))
+        output.mux(audio.encode())
         output.mux(cover.encode(av.VideoFrame.from_image(photograph(size=(64, 64)))))
         output.mux(cover.encode())
     with pytest.raises(MediaError, match="the file has no video stream, only cover art"):

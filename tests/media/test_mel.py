@@ -9,7 +9,7 @@ from transformers import Qwen3ASRFeatureExtractor, WhisperFeatureExtractor
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.media.audio.encoded_audio import open_audio
 from mindie_mm.media.audio.mel import MelSettings, write_log_mel
-from tests.sound_samples import speech, tone
+from tests.audio_samples import speech, tone
 
 RATE = 16_000
 LENGTHS = [1, 2, 160, 161, 320, 321, 5000, 70_001, 5 * RATE - 401, 5 * RATE - 1, 5 * RATE, 5 * RATE + 1, 8 * RATE]

@@ -302,18 +302,18 @@ def test_frames_above_the_limit_are_not_scaled(times, message):
 
 
 @pytest.mark.parametrize("container", ["mp4", "matroska", "avi", "mpegts", "asf"])
-def test_the_sound_of_a_video_is_ignored(container):
+def test_the_audio_of_a_video_is_ignored(container):
     file = io.BytesIO()
     with av.open(file, "w", format=container) as output:
-        video, sound = output.add_stream("mpeg4", rate=10), output.add_stream("mp2", rate=44_100, layout="mono")
+        video, audio = output.add_stream("mpeg4", rate=10), output.add_stream("mp2", rate=44_100, layout="mono")
         video.width, video.height, video.pix_fmt = 112, 84, "yuv420p"
         for place, pixels in enumerate(moving_frames(20)):
             output.mux(video.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
             samples = av.AudioFrame.from_ndarray(np.zeros((1, 4410), np.int16), format="s16", layout="mono")
             samples.sample_rate, samples.pts = 44_100, 4410 * place
-            output.mux(sound.encode(samples))
+            output.mux(audio.encode(samples))
         output.mux(video.encode())
-        output.mux(sound.encode())
+        output.mux(audio.encode())
     assert _decoded(file.getvalue())[0] == 20
 
 

@@ -82,11 +82,11 @@ from mindie_mm.tokenize.prompt import Prompt, PromptOptions
 from mindie_mm.tokenize.requests import TokenizeRequest, request_of_items
 from mindie_mm.tokenize.stores import ARENA_BYTES
 from mindie_mm.tokenize.truncate import truncate
+from tests.audio_samples import encode_audio
 from tests.lora_samples import assert_close, linear_names, merge, scored, write_adapter
 from tests.media_samples import encode_video, encoded, moving_frames, photograph
 from tests.models.references import Items, Reference, Remembered
 from tests.models.small_checkpoints import changed
-from tests.sound_samples import encode_sound
 from tests.warm import running_service
 
 CASES = Path(__file__).parents[1] / "cases" / "media"
@@ -167,7 +167,7 @@ def likeliest(engine: BaseEngine, prompts: Sequence[torch.Tensor], **settings: A
 FILES: Mapping[str, Callable[[np.ndarray], bytes]] = {
     "image": lambda pixels: encoded(Image.fromarray(pixels), "PNG"),
     "video": lambda frames: encode_video(frames[:, : frames.shape[1] // 2 * 2, : frames.shape[2] // 2 * 2]),
-    "audio": lambda samples: encode_sound(samples, 16_000),
+    "audio": lambda samples: encode_audio(samples, 16_000),
 }
 """Functions that encode an item's array as a file, by kind of media."""
 

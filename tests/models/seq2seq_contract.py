@@ -250,7 +250,7 @@ class Seq2SeqContract(FamilyContract):
         engine, params = self.engine(model), SamplingParams(temperature=0, max_tokens=4)
         prompt = next(iter(tokenized.values()))
         ids = prompt.numpy().tobytes()
-        outputs, errors = {"spoilt": [], "sound": []}, {}
+        outputs, errors = {"spoilt": [], "audio": []}, {}
         for name in outputs:
             engine.add(Add(name, ids, params))
         while engine.has_work():
@@ -261,9 +261,9 @@ class Seq2SeqContract(FamilyContract):
                 if sequence.request_id == "spoilt":
                     decoding.cache.self_attention_cache.layers[0].keys = None
         assert errors["spoilt"].name == "DeviceError"
-        assert errors["sound"] is None
+        assert errors["audio"] is None
         alone, _ = run(self.engine(model), [prompt], max_tokens=4)
-        assert outputs["sound"] == alone[0]
+        assert outputs["audio"] == alone[0]
 
     def test_prompt_logprobs_are_refused(self, model, tokenized):
         _, errors = run(self.engine(model), [next(iter(tokenized.values()))], max_tokens=2, prompt_logprobs=0)

@@ -20,10 +20,10 @@ from mindie_mm.errors import InputError, MediaError
 from mindie_mm.inputs import Media
 from mindie_mm.models._timm import import_timm
 from mindie_mm.nn.paged_cache import KVLayer, SharedLayer
+from tests.audio_samples import tone
 from tests.models.contract import IMAGE_PROMPTS, ExtremeShapes, FamilyContract, noise, refusals
 from tests.models.references import Reference as BaseReference
 from tests.models.small_checkpoints import read_model, save_json, save_model, save_tokenizer
-from tests.sound_samples import tone
 from tests.transformers_reference import AutoTokenizer
 
 pytestmark = pytest.mark.skipif(not find_spec("timm"), reason="needs timm; run `make test-gemma3n`")

@@ -28,10 +28,10 @@ from mindie_mm.models import load_model
 from mindie_mm.nn.paged_cache import KVLayer, SharedLayer
 from mindie_mm.settings.config import EngineConfig
 from mindie_mm.tokenize import Tokenizer
+from tests.audio_samples import tone
 from tests.models.contract import IMAGE_PROMPTS, ExtremeShapes, FamilyContract, clip, noise, refusals, run
 from tests.models.references import Reference as BaseReference
 from tests.models.small_checkpoints import changed, read_model, save_json, save_model, save_tokenizer
-from tests.sound_samples import tone
 from tests.transformers_reference import AutoTokenizer
 
 NAMES = {

@@ -31,10 +31,10 @@ from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.prompt import PromptOptions
 from mindie_mm.tokenize.requests import request_of_items
+from tests.audio_samples import tone
 from tests.models.contract import NUM_TOKENS, ExtremeShapes, FamilyContract, noise, refusals, run
 from tests.models.references import Reference as BaseReference
 from tests.models.small_checkpoints import changed, save_json, save_model, save_tokenizer
-from tests.sound_samples import tone
 
 NAMES = {"image_token": "<|endoftext10|>", "audio_token": "<|endoftext11|>"}
 TOKENS = ("<|endoftext|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", *NAMES.values())
@@ -334,7 +334,7 @@ def original(path, out):
     config.pop("vision_config")
     same = ("activation", "chunk_size", "conv_activation", "conv_glu_type", "depthwise_multiplier", "dropout_rate")
     same += ("ext_pw_out_channel", "input_size", "kernel_size", "left_chunk", "num_blocks", "time_reduction")
-    sound = {
+    encoder = {
         **{name: audio[name] for name in same},
         "activation_checkpointing": {"interval": 1, "module": "transformer", "offload": False},
         "attention_dim": audio["hidden_size"],
@@ -358,7 +358,7 @@ def original(path, out):
             "model_type": "phi4mm",
             "architectures": ["Phi4MMForCausalLM"],
             "auto_map": {"AutoConfig": "configuration_phi4mm.Phi4MMConfig", "AutoTokenizer": "Xenova/gpt-4o"},
-            "audio_processor": {"config": sound, "name": "cascades"},
+            "audio_processor": {"config": encoder, "name": "cascades"},
             "embd_layer": {
                 "audio_embd_layer": {
                     "compression_rate": 8,

@@ -30,11 +30,11 @@ from mindie_mm.nn.splice import plain_ids
 from mindie_mm.settings.config import EngineConfig
 from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
+from tests.audio_samples import encode_audio, tone
 from tests.media_samples import decode_all, encode_video, moving_frames
 from tests.models.contract import FamilyContract, Unpacked, clip, noise, run
 from tests.models.references import Reference as BaseReference
 from tests.models.small_checkpoints import read_model, save_model, save_tokenizer
-from tests.sound_samples import encode_sound, tone
 from tests.transformers_reference import AutoTokenizer, Qwen2VLImageProcessor, Qwen2VLVideoProcessor, VideoMetadata
 
 NAMES = {
@@ -189,7 +189,7 @@ class TestQwen25Omni(FamilyContract):
             {"image": noise(28, 28)},
             {"text": "then say."},
         ],
-        "sound, then video": [{"audio": tone(0.4)}, {"video": VIDEO}, {"text": "?"}],
+        "audio, then video": [{"audio": tone(0.4)}, {"video": VIDEO}, {"text": "?"}],
     }
 
     @classmethod
@@ -200,7 +200,7 @@ class TestQwen25Omni(FamilyContract):
     def make_reference(cls, path):
         return make_reference(path)
 
-    @pytest.mark.parametrize("name", ["all", "a video", "two images", "sound, then video"])
+    @pytest.mark.parametrize("name", ["all", "a video", "two images", "audio, then video"])
     def test_positions_equal_the_references(self, name, reference, model, tokenized):
         inputs = reference.inputs(self.prompts[name])
         self.assert_positions(reference, model, tokenized[name], inputs)
@@ -261,8 +261,8 @@ class TestQwen25Omni(FamilyContract):
         """Encoded media give the same logits as the decoded media."""
         samples = tone(0.6)
         decoded = [{"image": noise(40, 50)}, {"audio": samples}, {"text": "?"}]
-        sound = encode_sound(samples, 16_000, "WAV", "FLOAT")
-        encoded = [{"image": Image.fromarray(noise(40, 50))}, {"audio": sound}, {"text": "?"}]
+        audio = encode_audio(samples, 16_000, "WAV", "FLOAT")
+        encoded = [{"image": Image.fromarray(noise(40, 50))}, {"audio": audio}, {"text": "?"}]
         first, second = (model.logits(tokenizer.tokenize(items, path_file)) for items in (decoded, encoded))
         assert torch.equal(first, second)
 
@@ -270,11 +270,11 @@ class TestQwen25Omni(FamilyContract):
 FILMS = {
     "one second": (8, 8, 1.0),
     "several chunks": (40, 8, 4.9),
-    "more images than sound": (40, 8, 1.3),
-    "more sound than images": (8, 8, 4.4),
-    "a short sound": (12, 8, 0.04),
+    "more images than audio": (40, 8, 1.3),
+    "more audio than images": (8, 8, 4.4),
+    "a short clip": (12, 8, 0.04),
 }
-"""Number of frames, frames per second, and length of the sound in seconds."""
+"""Number of frames, frames per second, and length of the audio in seconds."""
 
 
 @functools.cache
@@ -283,20 +283,20 @@ def film(frames: int, rate: int, seconds: float, width: int = 112, height: int =
     file = io.BytesIO()
     with av.open(file, "w", format="matroska") as output:
         images = output.add_stream("ffv1", rate=rate)
-        sounds = [output.add_stream("pcm_f32le", rate=16_000, layout="mono") for _ in range(num_tracks)]
+        clips = [output.add_stream("pcm_f32le", rate=16_000, layout="mono") for _ in range(num_tracks)]
         images.width, images.height, images.pix_fmt = width, height, "bgr0"
         for pixels in clip(frames, height, width):
             output.mux(images.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
         output.mux(images.encode())
         samples = av.AudioFrame.from_ndarray(tone(seconds)[None], format="flt", layout="mono")
         samples.sample_rate = 16_000
-        for sound in sounds:
-            output.mux([*sound.encode(samples), *sound.encode()])
+        for audio in clips:
+            output.mux([*audio.encode(samples), *audio.encode()])
     return file.getvalue()
 
 
 class TestFilms:
-    """Videos whose sound is part of the item (`use_audio_in_video`)."""
+    """Videos whose audio is part of the item (`use_audio_in_video`)."""
 
     contract: ClassVar = TestQwen25Omni
 
@@ -406,8 +406,8 @@ class TestFilms:
             assert not errors
             assert outputs[0] == expected
 
-    def test_words_replace_no_token_of_the_sound(self, model, tokenizer, path_file):
-        """With one token per image, the second token of the item belongs to the sound."""
+    def test_words_replace_no_token_of_the_audio(self, model, tokenizer, path_file):
+        """With one token per image, the second token of the item belongs to the audio."""
         data = film(2, 1, 4.0, 28, 28)
         items = [{"video": data, "use_audio_in_video": True, "max_pixels": 784, "min_pixels": 784, "fps": 0.5}]
         ids = tokenizer.tokenize(items, path_file).numpy()
@@ -425,13 +425,13 @@ class TestFilms:
         with pytest.raises(InputError, match="a sample has a video with its audio, which cannot be packed"):
             collate([Unpacked.of(model, ids)], model.processor, 0, "right", None, 4096)
 
-    def test_sound_above_the_window_is_refused(self, tokenizer, path_file):
+    def test_audio_above_the_window_is_refused(self, tokenizer, path_file):
         items = [{"video": film(8, 8, WINDOW_S + 1.0), "use_audio_in_video": True}]
         with pytest.raises(LimitExceeded, match=r"the audio of the video: the audio clip lasts 6\.0 s; .* is 5 s"):
             tokenizer.tokenize(items, path_file)
         tokenizer.tokenize([{"video": items[0]["video"]}], path_file)
 
-    def test_sound_that_is_left_out_is_logged_once(self, path, path_file, caplog):
+    def test_audio_that_is_left_out_is_logged_once(self, path, path_file, caplog):
         with Tokenizer.from_pretrained(path) as tokenizer:
             for _ in range(2):
                 tokenizer.tokenize([{"video": encode_video(moving_frames(4))}], path_file)
@@ -440,7 +440,7 @@ class TestFilms:
             "a video has audio, which is left out; set use_audio_in_video to include it"
         ]
 
-    def test_a_second_sound_track_that_is_left_out_is_logged_once(self, path, path_file, caplog):
+    def test_a_second_audio_track_that_is_left_out_is_logged_once(self, path, path_file, caplog):
         with Tokenizer.from_pretrained(path) as tokenizer:
             for num_tracks in (1, 2, 2):
                 data = film(*FILMS["one second"], num_tracks=num_tracks)
@@ -489,7 +489,7 @@ def test_the_thinker_of_a_whole_checkpoint_is_served(thinker, tmp_path, path_fil
 
 
 def test_a_joint_preprocessor_config_is_served(thinker, tmp_path, path_file):
-    """Some checkpoints have a single preprocessor_config.json with the settings for images and sound."""
+    """Some checkpoints have a single preprocessor_config.json with the settings for images and audio."""
     expected, _ = logits(thinker, path_file)
     for file in thinker.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())

@@ -16,11 +16,11 @@ from mindie_mm.media.audio.encoded_audio import open_audio
 from mindie_mm.models import load_model
 from mindie_mm.nn.splice import plain_ids
 from mindie_mm.tokenize import Tokenizer
+from tests.audio_samples import encode_audio, speech, tone
 from tests.models.contract import FamilyContract
 from tests.models.mindie_contract import MindIEContract
 from tests.models.references import Reference as BaseReference
 from tests.models.small_checkpoints import read_model, save_model, save_tokenizer
-from tests.sound_samples import encode_sound, speech, tone
 from tests.transformers_reference import AutoTokenizer
 
 TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>")
@@ -31,8 +31,8 @@ class Reference(BaseReference):
     markers: ClassVar = {"audio": "<|audio_bos|><|AUDIO|><|audio_eos|>"}
 
     def inputs(self, items):
-        sounds = [item["audio"] for item in items if "audio" in item]
-        given = {"audio": sounds, "sampling_rate": 16_000} if sounds else {}
+        clips = [item["audio"] for item in items if "audio" in item]
+        given = {"audio": clips, "sampling_rate": 16_000} if clips else {}
         return self.processor(text=[self.text(items)], return_tensors="pt", **given)
 
     @torch.inference_mode()
@@ -110,9 +110,9 @@ class TestQwen2Audio(MindIEContract, FamilyContract):
 
     def mindie_arrays(self, prompt, items, model, ids):
         extractor = FeatureExtractor(feature_size=16, chunk_length=WINDOW_S)
-        sounds = [item["audio"] for item in prompt if "audio" in item]
+        clips = [item["audio"] for item in prompt if "audio" in item]
         found = extractor(
-            sounds, sampling_rate=16_000, padding="max_length", return_attention_mask=True, return_tensors="np"
+            clips, sampling_rate=16_000, padding="max_length", return_attention_mask=True, return_tensors="np"
         )
         pads = ids == items[0].shape.token
         text = ids[~(pads & np.roll(pads, 1))][np.newaxis]
@@ -129,7 +129,7 @@ class TestQwen2Audio(MindIEContract, FamilyContract):
 
     def test_samples_of_another_rate_equal_their_file(self, model, tokenizer, path_file):
         samples = tone(0.8, 44_100)
-        file = encode_sound(samples, 44_100, "WAV", "FLOAT")
+        file = encode_audio(samples, 44_100, "WAV", "FLOAT")
         one = model.logits(tokenizer.tokenize([{"audio": samples, "sampling_rate": 44_100}], path_file))
         assert torch.equal(one, model.logits(tokenizer.tokenize([{"audio": file}], path_file)))
 
@@ -141,7 +141,7 @@ class TestQwen2Audio(MindIEContract, FamilyContract):
 
     @pytest.mark.parametrize("as_file", [False, True])
     def test_a_clip_longer_than_the_window_is_refused(self, as_file, tokenizer, path_file):
-        clip = encode_sound(tone(WINDOW_S + 0.7), 16_000) if as_file else tone(WINDOW_S + 0.7)
+        clip = encode_audio(tone(WINDOW_S + 0.7), 16_000) if as_file else tone(WINDOW_S + 0.7)
         with pytest.raises(
             LimitExceeded, match=r"item 0 \(audio\): the audio clip lasts 2\.7 s; .* is 2 s\. Cut the clip"
         ):

@@ -19,10 +19,10 @@ from mindie_mm.models import family_of, load_model
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.splice import plain_ids
 from mindie_mm.tokenize import Tokenizer
+from tests.audio_samples import tone
 from tests.models.contract import FamilyContract, refusals
 from tests.models.references import Reference as BaseReference
 from tests.models.small_checkpoints import read_model, save_json, save_model, save_tokenizer
-from tests.sound_samples import tone
 from tests.transformers_reference import AutoTokenizer
 
 NAMES = {"audio_token": "<|audio_pad|>", "audio_bos_token": "<|audio_start|>", "audio_eos_token": "<|audio_end|>"}
@@ -42,8 +42,8 @@ class Reference(BaseReference):
     markers: ClassVar = {"audio": "<|audio_start|><|audio_pad|><|audio_end|>"}
 
     def inputs(self, items):
-        sounds = [item["audio"] for item in items if "audio" in item]
-        return self.processor(text=[self.text(items)], audio=sounds or None, return_tensors="pt")
+        clips = [item["audio"] for item in items if "audio" in item]
+        return self.processor(text=[self.text(items)], audio=clips or None, return_tensors="pt")
 
 
 class TestQwen3ASR(FamilyContract):

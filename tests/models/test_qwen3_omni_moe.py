@@ -15,13 +15,13 @@ from mindie_mm.models import family_of, load_model
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.splice import plain_ids
 from mindie_mm.tokenize import Tokenizer
+from tests.audio_samples import tone
 from tests.models.contract import FamilyContract, clip
 from tests.models.small_checkpoints import read_model, save_json, save_model, save_tokenizer
 from tests.models.test_qwen2_5_omni import CHAT_TEMPLATE, FILMS, NAMES, TOKENS
 from tests.models.test_qwen2_5_omni import Reference as Qwen25Reference
 from tests.models.test_qwen2_5_omni import TestFilms as FilmsContract
 from tests.models.test_qwen2_5_omni import TestQwen25Omni as Qwen25Contract
-from tests.sound_samples import tone
 from tests.transformers_reference import AutoTokenizer, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
 
 BINS, CONTEXT = 16, 4096
@@ -156,7 +156,7 @@ class TestQwen3OmniMoe(FamilyContract):
         **{name: Qwen25Contract.prompts[name] for name in ("text", "one image", "one clip", "two clips", "all")},
         "a video": [{"video": clip(6, 96, 128)}, {"text": "Which way?"}],
         "several windows": [{"audio": tone(5.37)}, {"text": "?"}],
-        "sound, then video": [{"audio": tone(0.4)}, {"video": clip(4, 96, 64)}, {"text": "?"}],
+        "audio, then video": [{"audio": tone(0.4)}, {"video": clip(4, 96, 64)}, {"text": "?"}],
     }
     assert_arrays = Qwen25Contract.assert_arrays
     assert_positions = Qwen25Contract.assert_positions
@@ -169,7 +169,7 @@ class TestQwen3OmniMoe(FamilyContract):
     def make_reference(cls, path):
         return make_reference(path)
 
-    @pytest.mark.parametrize("name", ["all", "a video", "one image", "sound, then video"])
+    @pytest.mark.parametrize("name", ["all", "a video", "one image", "audio, then video"])
     def test_positions_equal_the_references(self, name, reference, model, tokenized):
         self.assert_positions(reference, model, tokenized[name], reference.inputs(self.prompts[name]))
 
@@ -209,7 +209,7 @@ class TestQwen3OmniMoe(FamilyContract):
 
 class TestQwen3Films(FilmsContract):
     contract = TestQwen3OmniMoe
-    test_sound_above_the_window_is_refused = None  # the window is the context
+    test_audio_above_the_window_is_refused = None  # the window is the context
 
     @pytest.mark.parametrize("fps", [None, 0.5, 1.0, 2.0])
     @pytest.mark.parametrize("name", FILMS)

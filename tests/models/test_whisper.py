@@ -16,10 +16,10 @@ from mindie_mm.errors import InputError, LimitExceeded
 from mindie_mm.models import load_model
 from mindie_mm.settings.config import EngineConfig
 from mindie_mm.tokenize import Tokenizer
+from tests.audio_samples import tone
 from tests.models.contract import refusals, run
 from tests.models.seq2seq_contract import Seq2SeqContract, Seq2SeqReference
 from tests.models.small_checkpoints import changed, save_json, save_tokenizer
-from tests.sound_samples import tone
 from tests.transformers_reference import AutoTokenizer
 
 WINDOW_S, FEATURES, BINS, TARGET = 2, 100, 16, 64

@@ -1,4 +1,4 @@
-"""Tests for requests with embeddings in place of images and sounds."""
+"""Tests for requests with embeddings in place of images and audio clips."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from mindie_mm.media.embeddings import read_embeddings
 from mindie_mm.models import load_model
 from mindie_mm.settings.config import MediaCaps
 from mindie_mm.tokenize.tokenizer import Tokenizer
+from tests.audio_samples import encode_audio, tone
 from tests.media_samples import encode_video, moving_frames
 from tests.service.conftest import TINY
-from tests.sound_samples import encode_sound, tone
 from tests.warm import running_service
 from tools.demo import draw_shape, encode
 from tools.serving import RunningService
@@ -36,7 +36,7 @@ from tools.serving import RunningService
 CHAT = "/v1/chat/completions"
 WIDTH = 128
 RED = encode(draw_shape("red", (220, 40, 40), "square", x=0.4), "PNG")
-SOUND = encode_sound(tone(1.0), 16_000)
+AUDIO = encode_audio(tone(1.0), 16_000)
 CLIP = encode_video(moving_frames(8))
 
 
@@ -91,10 +91,10 @@ def model(device: str) -> Any:
 
 @pytest.fixture(scope="module")
 def embedded(tmp_path_factory: pytest.TempPathFactory, model: Any) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
-    """Return the tower's output and the grid for an image, a video and a sound."""
+    """Return the tower's output and the grid for an image, a video and an audio clip."""
     folder = tmp_path_factory.mktemp("tower")
     with Tokenizer.from_pretrained(TINY) as tokenizer:
-        ids = tokenizer.tokenize([{"image": RED}, {"video": CLIP}, {"audio": SOUND}], folder / "shm_name.txt")
+        ids = tokenizer.tokenize([{"image": RED}, {"video": CLIP}, {"audio": AUDIO}], folder / "shm_name.txt")
         items = model.read(ids.numpy())
         return {
             item.shape.kind: (features.cpu().clone(), item.shape.grid)
@@ -159,12 +159,12 @@ def test_the_towers_output_gives_the_answer_of_the_image(
     require_same(ask(trusting, image(save(form(features)), grid)), expected)
 
 
-def test_the_towers_output_gives_the_answer_of_the_sound(
+def test_the_towers_output_gives_the_answer_of_the_audio(
     trusting: RunningService, embedded: dict[str, tuple[Tensor, Any]]
 ) -> None:
-    sound = {"type": "input_audio", "input_audio": {"data": as_base64(SOUND), "format": "wav"}}
+    audio = {"type": "input_audio", "input_audio": {"data": as_base64(AUDIO), "format": "wav"}}
     data = as_base64(to_torch(embedded["audio"][0]))
-    expected = ask(trusting, sound)
+    expected = ask(trusting, audio)
     for value in (data, {"audio_embeds": data}):
         require_same(ask(trusting, {"type": "audio_embeds", "audio_embeds": value}), expected)
 

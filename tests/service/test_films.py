@@ -1,4 +1,4 @@
-"""Tests for films and sounds over HTTP, with the answers of the embedded checkpoint."""
+"""Tests for films and audio clips over HTTP, with the answers of the embedded checkpoint."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_clip_above_the_window_is_400_with_the_limit(http: Any, path: str, bod
     assert expected in answer.text
 
 
-def test_use_audio_in_video_adds_the_sound_of_a_film(http: Any) -> None:
+def test_use_audio_in_video_adds_the_audio_of_a_film(http: Any) -> None:
     _, silent = ask(http, "moving_with_sound.mp4", WHICH_WAY)
     assert silent == ask(http, "moving.mp4", WHICH_WAY)[1]
     _, heard = ask(http, "moving_with_sound.mp4", WHICH_WAY, mm_processor_kwargs={"use_audio_in_video": True})
@@ -108,12 +108,12 @@ def test_use_audio_in_video_adds_the_sound_of_a_film(http: Any) -> None:
     )
 
 
-def test_sound_that_is_left_out_is_in_the_log(http: Any, service: RunningService) -> None:
+def test_audio_that_is_left_out_is_in_the_log(http: Any, service: RunningService) -> None:
     ask(http, "moving_with_sound.mp4", WHICH_WAY, max_tokens=1)
     assert "a video has audio, which is left out; set use_audio_in_video to include it" in service.log.read_text()
 
 
-def test_the_sound_of_a_film_is_true_or_false(http: Any) -> None:
+def test_the_audio_of_a_film_is_true_or_false(http: Any) -> None:
     content = [{**part("moving_with_sound.mp4"), "use_audio_in_video": "yes"}]
     answer = http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": content}]})
     assert answer.status_code == 400

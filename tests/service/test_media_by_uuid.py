@@ -17,8 +17,8 @@ from mindie_mm.errors import InputError
 from mindie_mm.inputs import Media, Message, media_of_messages
 from service.request import kept_media
 from service.request.kept_media import KeptMedia
+from tests.audio_samples import encode_audio, tone
 from tests.service.conftest import MEDIA_UUID_BYTES, KiB
-from tests.sound_samples import encode_sound, tone
 from tools.demo import data_url, draw_shape
 from tools.serving import RunningService
 
@@ -88,8 +88,8 @@ def test_a_stream_of_the_openai_client_answers_about_kept_items(
     assert service.wait_until_free()["blocks"] == 0
 
 
-def test_a_video_its_frames_and_a_sound_are_kept(http: Any, media_dir: Path, red_square: str) -> None:
-    sound = base64.b64encode(encode_sound(tone(0.5), 16_000)).decode()
+def test_a_video_its_frames_and_an_audio_clip_are_kept(http: Any, media_dir: Path, red_square: str) -> None:
+    audio = base64.b64encode(encode_audio(tone(0.5), 16_000)).decode()
     frames = [red_square, GREEN_STAR, red_square, GREEN_STAR]
     for uuid, part, left_out in (
         (
@@ -103,13 +103,13 @@ def test_a_video_its_frames_and_a_sound_are_kept(http: Any, media_dir: Path, red
             {"type": "video_url", "sample_fps": 2},
         ),
         (
-            "sound",
-            {"type": "input_audio", "input_audio": {"data": sound, "format": "wav"}},
+            "audio",
+            {"type": "input_audio", "input_audio": {"data": audio, "format": "wav"}},
             {"type": "input_audio", "input_audio": {"data": None, "format": "wav"}},
         ),
         (
-            "sound by URL",
-            {"type": "audio_url", "audio_url": {"url": f"data:;base64,{sound}"}},
+            "audio by URL",
+            {"type": "audio_url", "audio_url": {"url": f"data:;base64,{audio}"}},
             {"type": "audio_url", "audio_url": None},
         ),
     ):

@@ -75,9 +75,9 @@ def test_a_placeholder_gets_the_served_model(http: Any, name: str | None) -> Non
     assert "'gpt-3.5-turbo' does not exist" in post(http, 404, model="gpt-3.5-turbo")["message"]
 
 
-@pytest.mark.parametrize("sound", ["data:audio/wav;base64,AAAA", "https://127.0.0.1/sound.wav"])
-def test_a_prompt_with_too_many_items_is_refused_before_any_is_fetched(http: Any, sound: str) -> None:
-    part = {"type": "audio_url", "audio_url": {"url": sound}}
+@pytest.mark.parametrize("audio", ["data:audio/wav;base64,AAAA", "https://127.0.0.1/audio.wav"])
+def test_a_prompt_with_too_many_items_is_refused_before_any_is_fetched(http: Any, audio: str) -> None:
+    part = {"type": "audio_url", "audio_url": {"url": audio}}
     messages = [{"role": "user", "content": [part]}] * 3
     for path, body in (
         (CHAT, {"messages": messages}),

@@ -17,10 +17,10 @@ from service.request.response_store import MAX_CHAIN, ResponseStore
 from service.request.translated import Translated, text_part
 from service.responses.answer import ResponseEvents, begun
 from service.responses.body import ResponsesBody
+from tests.audio_samples import encode_audio, tone
 from tests.service.test_files import pdf_of
 from tests.service.test_messages_api import parsed
 from tests.service.test_tool_calls import WEATHER
-from tests.sound_samples import encode_sound, tone
 from tests.warm import running_service
 from tools.demo import draw_shape
 
@@ -197,9 +197,9 @@ def test_the_answer_is_that_of_a_chat(client: openai.OpenAI, red_square: str) ->
         assert stream.get_final_response().output_text == answer.output_text
 
 
-def test_sound_and_a_file_at_a_url_are_those_of_a_chat(http: httpx2.Client) -> None:
-    sound = base64.b64encode(encode_sound(tone(1), 16_000)).decode()
-    heard = {"type": "input_audio", "input_audio": {"data": sound, "format": "wav"}}
+def test_audio_and_a_file_at_a_url_are_those_of_a_chat(http: httpx2.Client) -> None:
+    audio = base64.b64encode(encode_audio(tone(1), 16_000)).decode()
+    heard = {"type": "input_audio", "input_audio": {"data": audio, "format": "wav"}}
     pdf = pdf_of(draw_shape("red", (220, 40, 40), "square", x=0.4))
     page = f"data:application/pdf;base64,{base64.b64encode(pdf).decode()}"
     parts = [heard, {"type": "input_file", "file_url": page, "filename": "a.pdf"}]

@@ -19,11 +19,11 @@ import soundfile
 
 from mindie_mm.media.audio.cuts import SPEECH_RATE, cuts
 from mindie_mm.nn.speech import SpeechTraits
+from tests.audio_samples import encode_audio, encode_with_ffmpeg, speech, tone
 from tests.media_samples import encode_video, encoded, moving_frames, photograph
 from tests.service.test_api_page import section
 from tests.service.test_openapi import described, require
 from tests.service.test_snippets import SERVED_AT, run
-from tests.sound_samples import encode_sound, encode_with_ffmpeg, speech, tone
 from tools.serving import RunningService
 from training.speech import HELD_OUT_VOICES, recorded
 
@@ -32,13 +32,13 @@ RATE = 16_000
 TRAITS = SpeechTraits()
 
 
-def transcribe(http: httpx2.Client, sound: bytes, path: str = PATH, **fields: Any) -> httpx2.Response:
+def transcribe(http: httpx2.Client, recording: bytes, path: str = PATH, **fields: Any) -> httpx2.Response:
     """Send a form. A field whose value is a list becomes several parts."""
-    return http.post(path, files={"file": ("speech.wav", sound)}, data={"model": "tiny"} | fields)
+    return http.post(path, files={"file": ("speech.wav", recording)}, data={"model": "tiny"} | fields)
 
 
-def chat(http: httpx2.Client, sound: bytes, text: str) -> dict[str, Any]:
-    audio = {"type": "input_audio", "input_audio": {"data": base64.b64encode(sound).decode(), "format": "wav"}}
+def chat(http: httpx2.Client, recording: bytes, text: str) -> dict[str, Any]:
+    audio = {"type": "input_audio", "input_audio": {"data": base64.b64encode(recording).decode(), "format": "wav"}}
     messages = [{"role": "user", "content": [audio, {"type": "text", "text": text}]}]
     answer = http.post("/v1/chat/completions", json={"messages": messages, "temperature": 0})
     assert answer.status_code == 200, answer.text
@@ -82,9 +82,9 @@ def test_the_text_is_that_of_a_chat(http: httpx2.Client, path: str, fields: dict
 @pytest.mark.parametrize(
     "encode",
     [
-        partial(encode_sound, file_format="FLAC"),
-        partial(encode_sound, file_format="MP3", subtype="MPEG_LAYER_III"),
-        partial(encode_sound, file_format="OGG", subtype="VORBIS"),
+        partial(encode_audio, file_format="FLAC"),
+        partial(encode_audio, file_format="MP3", subtype="MPEG_LAYER_III"),
+        partial(encode_audio, file_format="OGG", subtype="VORBIS"),
         partial(encode_with_ffmpeg, container="ipod", codec="aac"),
         partial(encode_with_ffmpeg, container="matroska", codec="libopus"),
     ],
@@ -97,16 +97,16 @@ def test_every_container_is_accepted(http: httpx2.Client, encode: Any) -> None:
 
 
 def test_each_format_has_the_same_text(http: httpx2.Client) -> None:
-    sound = encode_sound(tone(1.5), RATE)
-    text = transcribe(http, sound).json()["text"]
-    verbose = transcribe(http, sound, response_format="verbose_json").json()
+    recording = encode_audio(tone(1.5), RATE)
+    text = transcribe(http, recording).json()["text"]
+    verbose = transcribe(http, recording, response_format="verbose_json").json()
     assert (verbose["text"], verbose["duration"], verbose["task"]) == (text, 1.5, "transcribe")
     (segment,) = verbose["segments"]
     assert (segment["start"], segment["end"], segment["text"].strip()) == (0.0, 1.5, text)
     assert segment["avg_logprob"] < 0
     assert len(segment["tokens"]) > 0
     assert "no_speech_prob" not in segment
-    plain, srt, vtt = (transcribe(http, sound, response_format=one) for one in ("text", "srt", "vtt"))
+    plain, srt, vtt = (transcribe(http, recording, response_format=one) for one in ("text", "srt", "vtt"))
     assert plain.headers["content-type"] == "text/plain; charset=utf-8"
     assert plain.text == f"{text}\n"
     assert srt.text == f"1\n00:00:00,000 --> 00:00:01,500\n{text}\n\n"
@@ -119,12 +119,12 @@ def pauses(*lengths_s: float) -> bytes:
     parts: list[Any] = []
     for length in lengths_s:
         parts += [tone(length), np.zeros(RATE // 2, np.float32)]
-    return encode_sound(np.concatenate(parts[:-1]), RATE)
+    return encode_audio(np.concatenate(parts[:-1]), RATE)
 
 
 def test_long_speech_is_cut_at_its_pauses(http: httpx2.Client) -> None:
-    sound = pauses(20, 25, 2, 14)
-    verbose = transcribe(http, sound, response_format="verbose_json").json()
+    recording = pauses(20, 25, 2, 14)
+    verbose = transcribe(http, recording, response_format="verbose_json").json()
     bounds = [(segment["start"], segment["end"]) for segment in verbose["segments"]]
     assert verbose["duration"] == 62.5
     assert [start for start, _ in bounds] == [0.0, *(stop for _, stop in bounds[:-1])]
@@ -142,17 +142,17 @@ def test_words_on_both_sides_of_a_cut_are_heard(http: httpx2.Client) -> None:
     noise = np.random.default_rng(0).normal(0, 0.002, len(speech))
     samples = ((speech + noise) * 32_767).astype(np.int16)
     clips = np.split(samples, cuts(samples, 2.0))
-    assert [transcribe(http, encode_sound(clip / 32_768, SPEECH_RATE)).json()["text"] for clip in clips] == said
+    assert [transcribe(http, encode_audio(clip / 32_768, SPEECH_RATE)).json()["text"] for clip in clips] == said
 
 
 def test_each_clip_of_long_speech_has_the_text_of_a_chat(http: httpx2.Client) -> None:
-    sound = pauses(20, 25)
-    verbose = transcribe(http, sound, response_format="verbose_json").json()
-    samples = np.frombuffer(sound[44:], np.int16)
+    recording = pauses(20, 25)
+    verbose = transcribe(http, recording, response_format="verbose_json").json()
+    samples = np.frombuffer(recording[44:], np.int16)
     texts = []
     for segment in verbose["segments"]:
         start, stop = (round(segment[name] * RATE) for name in ("start", "end"))
-        clip = encode_sound(samples[start:stop].astype(np.float32) / 2**15, RATE)
+        clip = encode_audio(samples[start:stop].astype(np.float32) / 2**15, RATE)
         texts.append(chat(http, clip, TRAITS.transcribe)["choices"][0]["message"]["content"].strip())
     assert [segment["text"].strip() for segment in verbose["segments"]] == texts
     assert verbose["text"] == " ".join(texts)
@@ -168,25 +168,25 @@ def test_a_stream_is_the_text_in_pieces(http: httpx2.Client, lengths_s: tuple[fl
 
 
 def test_answers_and_events_match_the_schema(http: httpx2.Client) -> None:
-    content, sound = described(http, "post", PATH), encode_sound(tone(0.5), RATE)
-    whole = [transcribe(http, sound, response_format=form).json() for form in ("json", "verbose_json")]
+    content, recording = described(http, "post", PATH), encode_audio(tone(0.5), RATE)
+    whole = [transcribe(http, recording, response_format=form).json() for form in ("json", "verbose_json")]
     require(http, content["application/json"]["schema"], whole)
     data = content["text/event-stream"]["itemSchema"]["properties"]["data"]["anyOf"][1]
-    require(http, data["contentSchema"]["anyOf"][0], events(transcribe(http, sound, stream="true")))
+    require(http, data["contentSchema"]["anyOf"][0], events(transcribe(http, recording, stream="true")))
     assert {"text/plain", "text/vtt"} < content.keys()
     form = http.get("/openapi.json").json()["paths"][PATH]["post"]["requestBody"]["content"]["multipart/form-data"]
     assert {"file", "timestamp_granularities[]", "language"} < form["schema"]["properties"].keys()
 
 
 def test_openais_client_transcribes_and_translates(client: openai.OpenAI) -> None:
-    sound = ("speech.wav", speech(2))
-    whole = client.audio.transcriptions.create(model="tiny", file=sound)
-    with client.audio.transcriptions.create(model="tiny", file=sound, stream=True) as stream:
+    recording = ("speech.wav", speech(2))
+    whole = client.audio.transcriptions.create(model="tiny", file=recording)
+    with client.audio.transcriptions.create(model="tiny", file=recording, stream=True) as stream:
         *_, last = stream
     assert last.type == "transcript.text.done"
     assert last.text == whole.text
     with pytest.deprecated_call():  # of the client
-        translation = client.audio.translations.create(model="tiny", file=sound, response_format="verbose_json")
+        translation = client.audio.translations.create(model="tiny", file=recording, response_format="verbose_json")
     assert translation.duration > 0
 
 
@@ -215,7 +215,7 @@ def test_openais_client_transcribes_and_translates(client: openai.OpenAI) -> Non
 def test_a_field_that_is_not_honored_is_refused_by_name(
     http: httpx2.Client, fields: dict[str, Any], param: str, words: str
 ) -> None:
-    answer = transcribe(http, encode_sound(tone(0.5), RATE), **fields)
+    answer = transcribe(http, encode_audio(tone(0.5), RATE), **fields)
     error = answer.json()["error"]
     assert answer.status_code == (404 if param == "model" else 400), error
     assert (error["param"], words in error["message"]) == (param, True), error
@@ -223,15 +223,15 @@ def test_a_field_that_is_not_honored_is_refused_by_name(
 
 @pytest.mark.parametrize("fields", [{"chunking_strategy": "auto"}, {"language": ""}, {"colour": "red"}, {"user": "me"}])
 def test_harmless_fields_are_ignored(http: httpx2.Client, fields: dict[str, str]) -> None:
-    assert transcribe(http, encode_sound(tone(0.5), RATE), **fields).status_code == 200
+    assert transcribe(http, encode_audio(tone(0.5), RATE), **fields).status_code == 200
 
 
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (b"no sound at all", "cannot be read as audio"),
+        (b"no audio at all", "cannot be read as audio"),
         (b"", "empty"),
-        (encode_sound(tone(0.02), RATE), "has 320 samples"),
+        (encode_audio(tone(0.02), RATE), "has 320 samples"),
         (encoded(photograph(size=(16, 16))), "audio"),
         (encode_video(moving_frames(3)), "no audio stream"),
         (speech(4)[:60_000], "truncated"),

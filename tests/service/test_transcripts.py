@@ -19,8 +19,8 @@ from mindie_mm.tokenize.clips import Clips, keep_rest
 from service.audio.answer import answer, joined
 from service.audio.heard import Heard, Stretch, heard
 from service.audio.stream import SpeechText
+from tests.audio_samples import encode_audio, tone
 from tests.models.test_qwen3_asr import TestQwen3ASR as Recognizer
-from tests.sound_samples import encode_sound, tone
 from tests.warm import running_service
 
 ASR = SpeechTraits(answer_start="<asr_text>")
@@ -105,7 +105,7 @@ def test_a_plan_that_is_not_one_of_speech_is_refused(spec: ArraySpec, grid: tupl
 
 def test_the_rest_of_a_clip_is_a_clip(tmp_path: Path) -> None:
     clip = tmp_path / "clip-0.wav"
-    clip.write_bytes(encode_sound(tone(2.0), SPEECH_RATE))
+    clip.write_bytes(encode_audio(tone(2.0), SPEECH_RATE))
     whole = np.frombuffer(clip.read_bytes()[44:], np.int16)
     keep_rest(clip, 0.52)
     assert np.array_equal(whole[round(0.52 * SPEECH_RATE) :], np.frombuffer(clip.read_bytes()[44:], np.int16))
@@ -198,7 +198,7 @@ def test_a_recognizer_gets_language_and_prompt_as_it_was_trained(tmp_path: Path,
         for stream in ("false", "true"):
             answered = httpx2.post(
                 f"{service.url}/v1/audio/transcriptions",
-                files={"file": ("a.wav", encode_sound(tone(0.4), SPEECH_RATE))},
+                files={"file": ("a.wav", encode_audio(tone(0.4), SPEECH_RATE))},
                 data=fields | {"stream": stream},
                 timeout=300,
             )

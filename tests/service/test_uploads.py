@@ -14,9 +14,9 @@ from urllib.parse import urlsplit
 import httpx2
 import pytest
 
+from tests.audio_samples import encode_audio, tone
 from tests.service.conftest import KiB, MiB
 from tests.service.test_transcriptions import PATH, transcribe
-from tests.sound_samples import encode_sound, tone
 from tests.warm import running_service
 from tools.serving import RunningService
 
@@ -65,25 +65,25 @@ def test_an_upload_that_takes_too_long_is_408(limited: RunningService) -> None:
 
 
 def test_uploads_that_fill_the_spool_are_refused(limited: RunningService) -> None:
-    sound = encode_sound(tone(60), 16_000)
+    audio = encode_audio(tone(60), 16_000)
     with uploading(limited, 5 * MiB // 2), httpx2.Client(base_url=limited.url, timeout=60) as http:
-        answer = transcribe(http, sound)
+        answer = transcribe(http, audio)
         assert answer.status_code == 503
         assert "the media of all requests in progress" in answer.json()["error"]["message"]
         assert answer.headers["retry-after"]
     wait_for(lambda: not files(limited))
     with httpx2.Client(base_url=limited.url, timeout=60) as http:
-        answer = transcribe(http, sound)  # the decoded clips do not fit beside the file
+        answer = transcribe(http, audio)  # the decoded clips do not fit beside the file
         error = answer.json()["error"]
         assert (answer.status_code, error["param"]) == (400, "file")
         assert "the request's media would total 3" in error["message"]
-        assert transcribe(http, encode_sound(tone(20), 16_000)).status_code == 200
+        assert transcribe(http, encode_audio(tone(20), 16_000)).status_code == 200
     wait_for(lambda: not files(limited))
 
 
 def test_speech_that_finds_no_room_is_refused_before_it_is_decoded(limited: RunningService) -> None:
     """The file lacks its end, so that the error would be another one if it were decoded."""
-    broken = encode_sound(tone(45), 16_000, "FLAC")[:-200_000]
+    broken = encode_audio(tone(45), 16_000, "FLAC")[:-200_000]
     with httpx2.Client(base_url=limited.url, timeout=60) as http:
         assert "the audio clip is broken" in transcribe(http, broken).json()["error"]["message"]
         with uploading(limited, 5 * MiB // 2):
@@ -92,7 +92,7 @@ def test_speech_that_finds_no_room_is_refused_before_it_is_decoded(limited: Runn
 
 
 def test_the_files_of_speech_stay_within_the_limit_of_the_spool(limited: RunningService) -> None:
-    sound = encode_sound(tone(45), 16_000, "FLAC")
+    audio = encode_audio(tone(45), 16_000, "FLAC")
     most, done = 0, threading.Event()
 
     def watch() -> None:
@@ -103,7 +103,7 @@ def test_the_files_of_speech_stay_within_the_limit_of_the_spool(limited: Running
 
     with httpx2.Client(base_url=limited.url, timeout=60) as http, ThreadPoolExecutor(5) as pool:
         watching = pool.submit(watch)
-        answers = [*pool.map(lambda _: transcribe(http, sound, max_completion_tokens="1"), range(4))]
+        answers = [*pool.map(lambda _: transcribe(http, audio, max_completion_tokens="1"), range(4))]
         done.set()
         watching.result()
     assert {answer.status_code for answer in answers} == {200, 503}

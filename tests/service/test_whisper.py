@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from mindie_mm.media.audio.cuts import cuts
+from tests.audio_samples import encode_audio, tone
 from tests.models.test_whisper import TARGET, WINDOW_S, write_timed_checkpoint
-from tests.service.test_sound import input_audio
+from tests.service.test_audio import input_audio
 from tests.service.test_transcriptions import PATH, RATE, events
-from tests.sound_samples import encode_sound, tone
 from tests.warm import running_service
 from tools.serving import RunningService
 
-CLIP = encode_sound(tone(1.3, hertz=900), RATE)
+CLIP = encode_audio(tone(1.3, hertz=900), RATE)
 TIME_S = 0.02
 
 
@@ -43,16 +43,16 @@ def listener(whisper: RunningService) -> Iterator[httpx2.Client]:
         yield client
 
 
-def transcribe(listener: httpx2.Client, sound: bytes, path: str = PATH, **fields: Any) -> httpx2.Response:
+def transcribe(listener: httpx2.Client, audio: bytes, path: str = PATH, **fields: Any) -> httpx2.Response:
     data = {"max_completion_tokens": "24"} | fields
-    answer = listener.post(path, files={"file": ("a.wav", sound)}, data=data)
+    answer = listener.post(path, files={"file": ("a.wav", audio)}, data=data)
     assert answer.status_code == 200, answer.text
     return answer
 
 
-def chat(listener: httpx2.Client, sound: bytes, text: str) -> tuple[str, list[int]]:
-    """Return the text and the tokens of a chat about the sound."""
-    messages = [{"role": "user", "content": [input_audio(sound), {"type": "text", "text": text}]}]
+def chat(listener: httpx2.Client, audio: bytes, text: str) -> tuple[str, list[int]]:
+    """Return the text and the tokens of a chat about the audio."""
+    messages = [{"role": "user", "content": [input_audio(audio), {"type": "text", "text": text}]}]
     body = {"messages": messages, "temperature": 0, "max_tokens": 24, "return_token_ids": True}
     answer = listener.post("/v1/chat/completions", json=body)
     assert answer.status_code == 200, answer.text
@@ -102,14 +102,14 @@ def test_segments_lie_between_time_stamps(listener: httpx2.Client, whisper: Runn
 def test_times_of_long_speech_add_up(listener: httpx2.Client) -> None:
     parts = [part for hertz in (300, 900, 1500) for part in (tone(1.4, hertz=hertz), np.zeros(RATE // 2, np.float32))]
     samples = np.concatenate(parts)
-    sound = encode_sound(samples, RATE)
-    segments = transcribe(listener, sound, response_format="verbose_json").json()["segments"]
-    seeks = [cut / RATE for cut in (0, *cuts(np.frombuffer(sound[44:], np.int16), WINDOW_S))]
+    audio = encode_audio(samples, RATE)
+    segments = transcribe(listener, audio, response_format="verbose_json").json()["segments"]
+    seeks = [cut / RATE for cut in (0, *cuts(np.frombuffer(audio[44:], np.int16), WINDOW_S))]
     assert len(seeks) == 3
-    whole = np.frombuffer(sound[44:], np.int16)
+    whole = np.frombuffer(audio[44:], np.int16)
     for start, stop in pairwise([*seeks, len(samples) / RATE]):
         assert stop - start <= WINDOW_S
-        clip = encode_sound(whole[round(start * RATE) : round(stop * RATE)].astype(np.float32) / 2**15, RATE)
+        clip = encode_audio(whole[round(start * RATE) : round(stop * RATE)].astype(np.float32) / 2**15, RATE)
         alone = transcribe(listener, clip, response_format="verbose_json").json()["segments"]
         own = [segment for segment in segments if start <= segment["seek"] / 100 + 0.01 < stop]
         assert [segment["tokens"] for segment in own] == [segment["tokens"] for segment in alone]
@@ -121,14 +121,14 @@ def test_times_of_long_speech_add_up(listener: httpx2.Client) -> None:
 def test_the_rest_that_an_answer_leaves_out_is_heard(listener: httpx2.Client) -> None:
     """The first answer ends with the beginning of a further stretch. A second one begins there."""
     samples = tone(1.9, hertz=2400)
-    sound = encode_sound(samples, RATE)
-    _, tokens = chat(listener, sound, "<|transcribe|><|0.00|>")
+    audio = encode_audio(samples, RATE)
+    _, tokens = chat(listener, audio, "<|transcribe|><|0.00|>")
     *_, last, second, _ = tokens
     assert last == second
-    segments = transcribe(listener, sound, response_format="verbose_json").json()["segments"]
+    segments = transcribe(listener, audio, response_format="verbose_json").json()["segments"]
     seeks = sorted({segment["seek"] / 100 for segment in segments})
     assert len(seeks) > 1
-    rest = encode_sound(np.frombuffer(sound[44:], np.int16)[round(seeks[1] * RATE) :].astype(np.float32) / 2**15, RATE)
+    rest = encode_audio(np.frombuffer(audio[44:], np.int16)[round(seeks[1] * RATE) :].astype(np.float32) / 2**15, RATE)
     alone = transcribe(listener, rest, response_format="verbose_json").json()["segments"]
     assert [segment["tokens"] for segment in segments[-len(alone) :]] == [segment["tokens"] for segment in alone]
     assert segments[0]["end"] <= seeks[1]
@@ -157,12 +157,12 @@ def test_the_end_of_a_long_prompt_is_read(listener: httpx2.Client, prompt: str) 
 
 @pytest.mark.parametrize("hertz", [300, 900])
 def test_text_has_no_time_stamps(listener: httpx2.Client, hertz: int) -> None:
-    sound = encode_sound(tone(1.9, hertz=hertz), RATE)
-    shown, tokens = chat(listener, sound, "<|transcribe|><|en|>")
+    audio = encode_audio(tone(1.9, hertz=hertz), RATE)
+    shown, tokens = chat(listener, audio, "<|transcribe|><|en|>")
     assert "<|" in shown, tokens
     for fields in ({}, {"response_format": "text"}, {"stream": "true"}, {"response_format": "verbose_json"}):
-        assert "<|" not in transcribe(listener, sound, language="en", **fields).text
-    assert "<|" not in transcribe(listener, sound, "/v1/audio/translations").text
+        assert "<|" not in transcribe(listener, audio, language="en", **fields).text
+    assert "<|" not in transcribe(listener, audio, "/v1/audio/translations").text
 
 
 def test_an_answer_that_is_cut_off_says_so(listener: httpx2.Client, whisper: RunningService) -> None:
@@ -187,8 +187,8 @@ def test_language_and_silence_are_the_references(listener: httpx2.Client, whispe
     for hertz in (300, 900, 1500):
         samples = tone(1.3, hertz=hertz)
         found = model.detect_language(**extract(samples, sampling_rate=RATE, return_tensors="pt"))
-        sound = encode_sound(samples, RATE)
-        verbose = transcribe(listener, sound, response_format="verbose_json", prompt="Ja.").json()
+        audio = encode_audio(samples, RATE)
+        verbose = transcribe(listener, audio, response_format="verbose_json", prompt="Ja.").json()
         assert verbose["language"] == names[int(found[0])]
         with torch.inference_mode():
             start = torch.tensor([[model.generation_config.decoder_start_token_id]])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.attacks.images import jpeg_of_size, png
-from tools.demo import audio, draw_shape, encode, image, input_audio, video_part, write_sound, write_video
+from tools.demo import audio, draw_shape, encode, image, input_audio, video_part, write_audio, write_video
 from training.scenes import TRAIN, draw, single
 
 CHAT, COMPLETIONS, INFER, GENERATE = "/v1/chat/completions", "/v1/completions", "/infer", "/generate"
@@ -78,12 +78,12 @@ def _of_image(raw: str) -> Iterator[Case]:
 def _with_media(folder: Path, scenes: list[str]) -> Iterator[Case]:
     video, beeps = folder / "video.mp4", folder / "beeps.wav"
     write_video(video, [draw_shape("orange", (255, 140, 0), "circle", x=0.2 + 0.075 * i, size=0.3) for i in range(9)])
-    write_sound(beeps, "beeps", hertz=880.0, spans=[(0.1 + 0.35 * i, 0.13) for i in range(3)], seconds=1.2)
+    write_audio(beeps, "beeps", hertz=880.0, spans=[(0.1 + 0.35 * i, 0.13) for i in range(3)], seconds=1.2)
     first, second = (image(raw) for raw in scenes[:2])
     yield chat("video", asking(video_part(video), text="Which way does the shape move?"))
     yield chat("video, fewer frames", asking({"video": str(video), "num_frames": 4}, text="Which way?"), stream=True)
-    yield chat("sound", asking(audio(beeps), text="How many beeps do you hear?"))
-    yield chat("sound in base64", asking(input_audio(beeps), text="How many beeps do you hear?"), stream=True)
+    yield chat("audio", asking(audio(beeps), text="How many beeps do you hear?"))
+    yield chat("audio in base64", asking(input_audio(beeps), text="How many beeps do you hear?"), stream=True)
     yield chat("two images", asking(first, second, text="Do both pictures show the same colour?"))
     everything = asking(first, video_part(video), audio(beeps), second, text="What do you see and hear?")
     yield chat("four items", everything, max_tokens=16)
@@ -126,7 +126,7 @@ def wrong(folder: Path) -> list[Case]:
         with_image("no image", b"hello, world" * 9),
         with_image("an item too large", bytes(MiB // 2 + 1)),
         chat("a video cut short", asking(video_part(broken)), 400),
-        chat("no sound", asking({"type": "input_audio", "input_audio": {"data": "UklGRiQA", "format": "wav"}}), 400),
+        chat("no audio", asking({"type": "input_audio", "input_audio": {"data": "UklGRiQA", "format": "wav"}}), 400),
         chat("a private address", asking(image("http://127.0.0.1:1/x.png")), 400),
         chat("a file outside", asking(image("/etc/passwd")), 400),
         chat("too many items", asking(*[image("x")] * 7), 400),

@@ -254,7 +254,7 @@ def test_the_path_file_is_required_if_no_source_is_a_file(tokenizer, spool):
         ({"image": b"junk"}, MediaError, "media item 1 .image.: the 4 bytes cannot be read as an image"),
         ({"image": "truncated"}, MediaError, "media item 1 .image.: the JPEG image of 150x120 pixels is broken"),
         ({"image": "opened"}, MediaError, "media item 1 .image.: the JpegImageFile cannot be read: OSError"),
-        ({"audio": b"sound"}, InputError, "does not accept audio"),
+        ({"audio": b"audio"}, InputError, "does not accept audio"),
         ({"image": "wide"}, LimitExceeded, "media item 1 .image.: the image or video has 401x2 pixels"),
     ],
 )

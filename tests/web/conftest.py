@@ -15,7 +15,7 @@ from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, Request,
 
 import mindie_mm
 from tests.warm import running_service
-from tools.demo import draw_shape, write_sound, write_video
+from tools.demo import draw_shape, write_audio, write_video
 from tools.serving import RunningService
 
 MiB = 2**20
@@ -56,14 +56,14 @@ def service(tmp_path_factory: pytest.TempPathFactory, settings: dict[str, object
 
 @pytest.fixture(scope="session")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with two images, a video, a sound, a truncated image, a text file, a PDF and other data."""
+    """Return a folder with two images, a video, an audio clip, a truncated image, a text file, a PDF and other data."""
     folder = tmp_path_factory.mktemp("files")
     draw_shape("red", (220, 40, 40), "square", x=0.35).save(folder / "scene.png")
     draw_shape("green", (40, 160, 60), "star", x=0.5).save(folder / "star.jpg", quality=90)
     frames = [draw_shape("orange", (255, 140, 0), "circle", x=0.2 + 0.075 * i, size=0.3) for i in range(9)]
     write_video(folder / "right.mp4", frames)
     spans = [(0.1 + 0.35 * i, 0.13) for i in range(3)]
-    write_sound(folder / "beeps.wav", "beeps", hertz=880.0, spans=spans, seconds=1.2)
+    write_audio(folder / "beeps.wav", "beeps", hertz=880.0, spans=spans, seconds=1.2)
     (folder / "broken.jpg").write_bytes((folder / "star.jpg").read_bytes()[:40])
     (folder / "notes.ts").write_text("const one = 1;")
     draw_shape("red", (220, 40, 40), "square", x=0.35).save(folder / "page.pdf")

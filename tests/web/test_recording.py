@@ -1,4 +1,4 @@
-"""Tests that record sound and video with Chromium's fake microphone and camera."""
+"""Tests that record audio and video with Chromium's fake microphone and camera."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from tests.web.conftest import ask, attach, submit
-from tools.demo import write_sound
+from tools.demo import write_audio
 
 # Script that makes the browser grant the microphone only when `window.allow` is called, and collects all streams in
 # `window.streams`.
@@ -103,9 +103,9 @@ def test_a_recorder_that_fails_leaves_the_microphone_off(page: Page) -> None:
 
 
 @pytest.mark.slow
-def test_a_video_may_be_attached_as_sound(page: Page, tmp_path: Path) -> None:
-    """The file has the extension of a video but contains only sound."""
-    write_sound(tmp_path / "beeps.wav", "beeps", hertz=880.0, spans=[(0.1, 0.13), (0.45, 0.13)], seconds=1.2)
+def test_a_video_may_be_attached_as_audio(page: Page, tmp_path: Path) -> None:
+    """The file has the extension of a video but contains only audio."""
+    write_audio(tmp_path / "beeps.wav", "beeps", hertz=880.0, spans=[(0.1, 0.13), (0.45, 0.13)], seconds=1.2)
     with av.open(tmp_path / "beeps.wav") as source, av.open(tmp_path / "voice.mp4", "w") as clip:
         stream = clip.add_stream("aac", rate=16000)
         for frame in source.decode(audio=0):

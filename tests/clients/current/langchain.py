@@ -12,6 +12,7 @@ from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, Tool
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from scenarios import (
+    AUDIO,
     BASE_URL,
     HELLO,
     HELLO_BACK,
@@ -21,7 +22,6 @@ from scenarios import (
     MODEL,
     PDF,
     RED_SQUARE,
-    SOUND,
     THREE,
     WHAT,
     check_weather,
@@ -79,8 +79,8 @@ def pdf() -> None:
     assert MODEL_OF_CHAT.invoke([HumanMessage([part, {"type": "text", "text": WHAT}])]).content == RED_SQUARE
 
 
-def sound() -> None:
-    part = {"type": "audio", "base64": SOUND, "mime_type": "audio/wav"}
+def audio() -> None:
+    part = {"type": "audio", "base64": AUDIO, "mime_type": "audio/wav"}
     assert MODEL_OF_CHAT.invoke([HumanMessage([part, {"type": "text", "text": HOW_MANY}])]).content == THREE
 
 

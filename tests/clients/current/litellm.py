@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 import pydantic
 from scenarios import (
+    AUDIO,
+    AUDIO_FILE,
     BASE_URL,
     HELLO,
     HELLO_BACK,
@@ -16,8 +18,6 @@ from scenarios import (
     MODEL,
     PDF,
     RED_SQUARE,
-    SOUND,
-    SOUND_FILE,
     THREE,
     URL,
     WEATHER,
@@ -81,8 +81,8 @@ def pdf() -> None:
     assert _ask("openai", [{"role": "user", "content": parts}]).choices[0].message.content == RED_SQUARE
 
 
-def sound() -> None:
-    heard = {"type": "input_audio", "input_audio": {"data": SOUND, "format": "wav"}}
+def audio() -> None:
+    heard = {"type": "input_audio", "input_audio": {"data": AUDIO, "format": "wav"}}
     parts = [heard, {"type": "text", "text": HOW_MANY}]
     for provider in PROVIDERS:
         assert _ask(provider, [{"role": "user", "content": parts}]).choices[0].message.content == THREE
@@ -166,7 +166,7 @@ def rerank() -> None:
 
 def transcription() -> None:
     for provider in PROVIDERS:
-        with SOUND_FILE.open("rb") as file:
+        with AUDIO_FILE.open("rb") as file:
             transcript = litellm.transcription(
                 model=f"{provider}/{MODEL}", file=file, language="en", api_base=BASE_URL, api_key=KEY
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import httpx2
-from scenarios import BASE_URL, HELLO, KEY, MODEL, SOUND_FILE, WHAT, report
+from scenarios import AUDIO_FILE, BASE_URL, HELLO, KEY, MODEL, WHAT, report
 
 HEADERS = {"Authorization": f"Bearer {KEY}", "X-OpenWebUI-User-Name": "Ann", "X-OpenWebUI-User-Role": "user"}
 CLIENT = httpx2.Client(headers=HEADERS, timeout=60)
@@ -24,7 +24,7 @@ def rerank() -> None:
 
 def dictation() -> None:
     for language in ({"language": "en"}, {}):
-        files = {"file": ("recording.wav", SOUND_FILE.read_bytes(), "audio/wav")}
+        files = {"file": ("recording.wav", AUDIO_FILE.read_bytes(), "audio/wav")}
         answer = CLIENT.post(f"{BASE_URL}/audio/transcriptions", files=files, data={"model": MODEL, **language})
         assert answer.raise_for_status().json()["text"]
 

@@ -10,6 +10,8 @@ from typing import Any, Literal
 import openai
 import pydantic
 from scenarios import (
+    AUDIO,
+    AUDIO_FILE,
     BASE_URL,
     HELLO,
     HELLO_BACK,
@@ -19,8 +21,6 @@ from scenarios import (
     MODEL,
     PDF,
     RED_SQUARE,
-    SOUND,
-    SOUND_FILE,
     THREE,
     WEATHER,
     WHAT,
@@ -82,13 +82,13 @@ def completion() -> None:
 
 
 def transcription() -> None:
-    with SOUND_FILE.open("rb") as file:
+    with AUDIO_FILE.open("rb") as file:
         transcript = CLIENT.audio.transcriptions.create(model=MODEL, file=file, language="en", prompt=HOW_MANY)
     assert transcript.text
     assert transcript.usage.type == "tokens"
     assert transcript.usage.total_tokens == transcript.usage.input_tokens + transcript.usage.output_tokens
     with CLIENT.audio.transcriptions.create(
-        model=MODEL, file=SOUND_FILE, language="en", prompt=HOW_MANY, stream=True
+        model=MODEL, file=AUDIO_FILE, language="en", prompt=HOW_MANY, stream=True
     ) as stream:
         *deltas, last = stream
     assert "".join(event.delta for event in deltas) == last.text == transcript.text
@@ -96,15 +96,15 @@ def transcription() -> None:
 
 
 def transcription_formats() -> None:
-    verbose = CLIENT.audio.transcriptions.create(model=MODEL, file=SOUND_FILE, response_format="verbose_json")
+    verbose = CLIENT.audio.transcriptions.create(model=MODEL, file=AUDIO_FILE, response_format="verbose_json")
     assert (verbose.segments[0].start, verbose.segments[-1].end) == (0, verbose.duration)
     for name, separator in (("srt", ","), ("vtt", ".")):
-        subtitles = CLIENT.audio.transcriptions.create(model=MODEL, file=SOUND_FILE, response_format=name)
+        subtitles = CLIENT.audio.transcriptions.create(model=MODEL, file=AUDIO_FILE, response_format=name)
         assert f"00:00:00{separator}000 --> " in subtitles
         assert verbose.text in subtitles
     message, words = "", {"response_format": "verbose_json", "timestamp_granularities": ["word"]}
     try:
-        CLIENT.audio.transcriptions.create(model=MODEL, file=SOUND_FILE, **words)
+        CLIENT.audio.transcriptions.create(model=MODEL, file=AUDIO_FILE, **words)
     except openai.BadRequestError as error:
         message = error.message
     assert "timestamp_granularities" in message
@@ -113,7 +113,7 @@ def transcription_formats() -> None:
 def translation() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        assert CLIENT.audio.translations.create(model=MODEL, file=SOUND_FILE).text
+        assert CLIENT.audio.translations.create(model=MODEL, file=AUDIO_FILE).text
 
 
 def image() -> None:
@@ -129,8 +129,8 @@ def pdf() -> None:
     assert answer.choices[0].message.content == RED_SQUARE
 
 
-def sound() -> None:
-    heard = {"type": "input_audio", "input_audio": {"data": SOUND, "format": "wav"}}
+def audio() -> None:
+    heard = {"type": "input_audio", "input_audio": {"data": AUDIO, "format": "wav"}}
     parts: Any = [heard, {"type": "text", "text": HOW_MANY}]
     answer = CLIENT.chat.completions.create(**CHAT | {"messages": [{"role": "user", "content": parts}]})
     assert answer.choices[0].message.content == THREE
@@ -237,7 +237,7 @@ def response_streamed() -> None:
 
 def response_to_media() -> None:
     file = {"type": "input_file", "filename": "red_square.pdf", "file_data": f"data:application/pdf;base64,{PDF}"}
-    heard = {"type": "input_audio", "input_audio": {"data": SOUND, "format": "wav"}}
+    heard = {"type": "input_audio", "input_audio": {"data": AUDIO, "format": "wav"}}
     cases: Any = (
         ({"type": "input_image", "image_url": IMAGE, "detail": "auto"}, WHAT, RED_SQUARE),
         (file, WHAT, RED_SQUARE),

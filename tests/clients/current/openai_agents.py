@@ -18,6 +18,7 @@ from agents import (
 from openai import AsyncOpenAI
 from openai.types.responses import ResponseTextDeltaEvent
 from scenarios import (
+    AUDIO,
     BASE_URL,
     HELLO,
     HELLO_BACK,
@@ -27,7 +28,6 @@ from scenarios import (
     MODEL,
     PDF,
     RED_SQUARE,
-    SOUND,
     THREE,
     WHAT,
     report,
@@ -88,8 +88,8 @@ async def pdf() -> None:
     assert (await Runner.run(_agent(), [{"role": "user", "content": parts}])).final_output == RED_SQUARE
 
 
-async def sound() -> None:
-    heard = {"type": "input_audio", "input_audio": {"data": SOUND, "format": "wav"}}
+async def audio() -> None:
+    heard = {"type": "input_audio", "input_audio": {"data": AUDIO, "format": "wav"}}
     parts: Any = [heard, {"type": "input_text", "text": HOW_MANY}]
     assert (await Runner.run(_agent(), [{"role": "user", "content": parts}])).final_output == THREE
 

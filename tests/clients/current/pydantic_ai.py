@@ -9,6 +9,7 @@ from pydantic_ai import Agent, BinaryContent, NativeOutput, PromptedOutput, RunC
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 from scenarios import (
+    AUDIO_FILE,
     BASE_URL,
     HELLO,
     HELLO_BACK,
@@ -18,7 +19,6 @@ from scenarios import (
     MODEL,
     PDF_FILE,
     RED_SQUARE,
-    SOUND_FILE,
     THREE,
     WHAT,
     report,
@@ -68,8 +68,8 @@ async def pdf() -> None:
     assert (await _agent().run(prompt)).output == RED_SQUARE
 
 
-async def sound() -> None:
-    prompt = [BinaryContent(SOUND_FILE.read_bytes(), media_type="audio/wav"), HOW_MANY]
+async def audio() -> None:
+    prompt = [BinaryContent(AUDIO_FILE.read_bytes(), media_type="audio/wav"), HOW_MANY]
     assert (await _agent().run(prompt)).output == THREE
 
 

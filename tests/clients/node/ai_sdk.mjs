@@ -46,7 +46,7 @@ await scenario("chat_streamed", async () => {
   assert((await result.usage).outputTokens > 0);
 });
 
-await scenario("picture", async () => {
+await scenario("image", async () => {
   const content = [
     { type: "file", data: PICTURE_BYTES, mediaType: "image/png" },
     { type: "text", text: WHAT },
@@ -64,7 +64,7 @@ await scenario("pdf", async () => {
   assert.equal(text, RED_SQUARE);
 });
 
-await scenario("sound", async () => {
+await scenario("audio", async () => {
   const content = [
     { type: "file", data: SOUND_BYTES, mediaType: "audio/wav" },
     { type: "text", text: HOW_MANY },

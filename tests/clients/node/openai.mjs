@@ -37,7 +37,7 @@ await scenario("chat_streamed", async () => {
   assert((await runner.totalUsage()).completion_tokens > 0);
 });
 
-await scenario("picture", async () => {
+await scenario("image", async () => {
   const content = [{ type: "image_url", image_url: { url: PICTURE } }, { type: "text", text: WHAT }];
   const answer = await client.chat.completions.create({ ...chat, messages: [{ role: "user", content }] });
   assert.equal(answer.choices[0].message.content, RED_SQUARE);

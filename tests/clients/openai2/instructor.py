@@ -8,7 +8,7 @@ import instructor
 import openai
 import pydantic
 from instructor.core import InstructorRetryException
-from scenarios import BASE_URL, HELLO, HOW_MANY, IMAGE_FILE, KEY, MODEL, SOUND_FILE, WHAT, report
+from scenarios import AUDIO_FILE, BASE_URL, HELLO, HOW_MANY, IMAGE_FILE, KEY, MODEL, WHAT, report
 
 CLIENT = openai.OpenAI(base_url=BASE_URL, api_key=KEY, max_retries=0)
 TOOLS = instructor.from_openai(CLIENT, mode=instructor.Mode.TOOLS)
@@ -62,8 +62,8 @@ def image() -> None:
     assert isinstance(TOOLS.chat.completions.create(**asked, response_model=Thing), Thing)
 
 
-def sound() -> None:
-    parts = [HOW_MANY, instructor.Audio.from_path(SOUND_FILE)]
+def audio() -> None:
+    parts = [HOW_MANY, instructor.Audio.from_path(AUDIO_FILE)]
     asked = ASK | {"messages": [{"role": "user", "content": parts}]}
     assert isinstance(TOOLS.chat.completions.create(**asked, response_model=Thing), Thing)
 

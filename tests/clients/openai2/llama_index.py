@@ -12,6 +12,7 @@ from llama_index.embeddings.openai_like import OpenAILikeEmbedding
 from llama_index.llms.openai import OpenAIResponses
 from llama_index.llms.openai_like import OpenAILike
 from scenarios import (
+    AUDIO_FILE,
     BASE_URL,
     HELLO,
     HELLO_BACK,
@@ -21,7 +22,6 @@ from scenarios import (
     MODEL,
     PDF_FILE,
     RED_SQUARE,
-    SOUND_FILE,
     THREE,
     WHAT,
     check_weather,
@@ -85,8 +85,8 @@ def pdf() -> None:
     assert _llm().chat([ChatMessage(role=MessageRole.USER, blocks=blocks)]).message.content == RED_SQUARE
 
 
-def sound() -> None:
-    blocks = [AudioBlock(path=SOUND_FILE, format="wav"), TextBlock(text=HOW_MANY)]
+def audio() -> None:
+    blocks = [AudioBlock(path=AUDIO_FILE, format="wav"), TextBlock(text=HOW_MANY)]
     assert _llm().chat([ChatMessage(role=MessageRole.USER, blocks=blocks)]).message.content == THREE
 
 

@@ -19,7 +19,7 @@ def speech(num_digits: int = 10) -> bytes:
     """Return a WAV file (16 bits, one channel) in which one voice speaks the first of the ten digits."""
     words = [soundfile.read(recorded(word, HELD_OUT_VOICES[0]), dtype="float32") for word in DIGITS[:num_digits]]
     spoken = np.concatenate([soxr.resample(samples, rate, SPEECH_RATE) for samples, rate in words])
-    return encode_sound(spoken, SPEECH_RATE)
+    return encode_audio(spoken, SPEECH_RATE)
 
 
 def tone(seconds: float, rate: int = 16_000, hertz: float = 440.0, channels: int = 1) -> np.ndarray:
@@ -34,7 +34,7 @@ def tone(seconds: float, rate: int = 16_000, hertz: float = 440.0, channels: int
     return np.float32(wave if channels > 1 else wave[:, 0])
 
 
-def encode_sound(samples: np.ndarray, rate: int, file_format: str = "WAV", subtype: str = "PCM_16") -> bytes:
+def encode_audio(samples: np.ndarray, rate: int, file_format: str = "WAV", subtype: str = "PCM_16") -> bytes:
     """Encode float32 [samples] or [samples, channels] as a file with libsndfile."""
     file = io.BytesIO()
     soundfile.write(file, samples, rate, format=file_format, subtype=subtype)
