@@ -17,7 +17,7 @@ from mindie_mm.processes.standard_streams import stderr_without_waiting
 from mindie_mm.settings.config import EngineConfig, MediaCaps, ServiceConfig, WorkerConfig
 from mindie_mm.settings.sources import Configuration, without_effect
 
-_OF_ENGINE = frozenset(field.name for field in fields(EngineConfig)) - {"max_model_len", "cpu_binding"}
+_OF_ENGINE = frozenset(field.name for field in fields(EngineConfig)) - {"max_model_len", "cpu_binding", "dtype"}
 _OF_LORAS = frozenset({"lora", "lora_dir", "max_loras", "max_lora_rank"})
 _OF_ANSWERS = frozenset(
     {

@@ -112,13 +112,15 @@ def _plan_vllm_item(processor: Processor, kind: Kind, data: Data) -> tuple[Plan,
         raise InputError(f"vLLM's tensors of the kind {kind} are not supported for this model")
     assert isinstance(data, bytes), "only files are items of vLLM"
     item = layout.read(data)
-    if processor.spelling(kind, item.num_features, item.grid) is None:
-        raise InputError(f"{layout.grid} is {item.grid}; this model has no {kind} with this grid")
-    if item.num_features > (most := processor.max_tokens(kind)):
-        raise LimitExceeded(f"the {kind} has {item.num_features} features; the limit of this model is {most}")
-    specs = processor.specs_of(kind, item.grid)
-    assert specs is not None, "the arrays of patches follow from their grid"
-    return Plan(item.num_features, specs, f"vLLM's {layout}", item.grid), partial(layout.write, item)
+    num_features, grid = processor.vllm_shape(kind, item.stated)
+    if processor.spelling(kind, num_features, grid) is None:
+        raise InputError(f"the tensors have the sizes {item.stated}; this model has no {kind} with these sizes")
+    if num_features > (most := processor.max_tokens(kind)):
+        raise LimitExceeded(f"the {kind} has {num_features} features; the limit of this model is {most}")
+    specs = processor.specs_of(kind, grid)
+    assert specs is not None, "the arrays of these items follow from their grid"
+    write: Write = partial(layout.write, item)  # type: ignore[arg-type]  # the layout has read the item
+    return Plan(num_features, specs, f"vLLM's {type(layout).__name__}", grid), write
 
 
 def _plan_cuts(data: Data, window_s: float) -> tuple[Plan, Write]:

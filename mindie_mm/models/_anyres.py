@@ -18,6 +18,7 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, Processor, Spelling, Write
 from mindie_mm.nn.model_inputs import Item
 from mindie_mm.nn.pixels import Normalization
+from mindie_mm.nn.vllm_pictures import PictureLayout, dtype_of
 from mindie_mm.nn.weights.pretrained import read_config
 from mindie_mm.shm import ArraySpec
 
@@ -95,6 +96,8 @@ class AnyresProcessor(Processor):
         self.resample = resample_of(settings, where)
         self.normalizations: dict[Kind, Normalization] = {"image": Normalization.read(settings)}
         self.background_mean: Sequence[float] = settings["image_mean"]
+        table, dtype = self.normalizations["image"].table(), dtype_of(checkpoint.config)
+        self.vllm_items = {"image": PictureLayout(table, (self.side, self.side), dtype, size="image_sizes")}
 
     def max_tokens(self, kind: Kind) -> int:
         return max(self.num_features(*canvas) for canvas in self.canvases)
@@ -128,6 +131,9 @@ class AnyresProcessor(Processor):
         if not grid:
             return {}
         return {"pixel_values": ArraySpec((self.num_tiles(*grid), self.side, self.side, 3), "uint8")}
+
+    def vllm_shape(self, kind: Kind, stated: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+        return self.num_features(*stated[1:]), stated[1:]
 
     def item_inputs(self, item: Item, device: torch.device) -> dict[str, Tensor]:
         pixels = self.normalized(item, device).unsqueeze(0)  # prompts with several images are padded to the most tiles

@@ -23,6 +23,7 @@ from mindie_mm.nn.model_inputs import Item, padded_rows
 from mindie_mm.nn.pixels import HALF, Normalization
 from mindie_mm.nn.splice import MediaItem, split_features
 from mindie_mm.nn.traits import Traits
+from mindie_mm.nn.vllm_pictures import PictureLayout, dtype_of
 from mindie_mm.nn.weights.pretrained import PretrainedModel, read_config
 from mindie_mm.shm import ArraySpec
 
@@ -90,6 +91,11 @@ class IdeficsProcessor(Processor):
                 f"is {token}"
             )
 
+        table, sides = self.normalizations["image"].table(), (self.side, self.side)
+        dtype = dtype_of(checkpoint.config)
+        layout = PictureLayout(table, sides, dtype, count="num_patches", mask="pixel_attention_mask")
+        self.vllm_items = {"image": layout}
+
     def max_tokens(self, kind: Kind) -> int:
         # A square image of any size has the most tiles.
         rows, columns = self._grid(self._resized(1, 1))
@@ -141,6 +147,14 @@ class IdeficsProcessor(Processor):
 
     def specs_of(self, kind: Kind, grid: tuple[int, ...]) -> Mapping[str, ArraySpec]:
         return {"pixel_values": ArraySpec((grid[0] * grid[1] + 1, self.side, self.side, 3), "uint8")}
+
+    def vllm_shape(self, kind: Kind, stated: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+        """Return the number of features and the grid of an image.
+
+        vLLM does not state how many rows the tiles have. The grid has one row, because only the prompt depends on it.
+        """
+        num_tiles = stated[0]
+        return num_tiles * self.tile_features, (1, num_tiles - 1) if num_tiles > 1 else (0, 0)
 
     def item_inputs(self, item: Item, device: torch.device) -> dict[str, Tensor]:
         inputs = {"pixel_values": self.normalized(item, device).unsqueeze(0)}

@@ -146,6 +146,9 @@ class QwenProcessor(Processor):
             )
         return plan, write
 
+    def vllm_shape(self, kind: Kind, stated: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+        return self.num_features(kind, stated), stated
+
     def vllm_layout(self, kind: Kind) -> PatchLayout:
         """Return the layout of an item's tensors in vLLM's payloads."""
         settings: PixelSettings = getattr(self, kind)

@@ -24,6 +24,7 @@ from mindie_mm.nn.pixels import HALF, Normalization
 from mindie_mm.nn.pretrained_family import PretrainedFamily
 from mindie_mm.nn.splice import MediaItem, split_features
 from mindie_mm.nn.traits import Traits
+from mindie_mm.nn.vllm_pictures import PictureLayout
 from mindie_mm.nn.weights.pretrained import read_config
 from mindie_mm.shm import ArraySpec
 
@@ -85,6 +86,9 @@ class Gemma3Processor(Processor):
             )
         self._image, self._token = image, token_id
         self.placeholders = {"image": Placeholder((), token_id, (), self._start)}
+        table, sides = self.normalizations["image"].table(), (self._side, self._side)
+        # vLLM does not run this family in float16.
+        self.vllm_items = {"image": PictureLayout(table, sides, "bfloat16", count="num_patches")}
 
     def max_tokens(self, kind: Kind) -> int:
         return (1 + self._most_crops if self._scanning else 1) * self._features
@@ -132,6 +136,10 @@ class Gemma3Processor(Processor):
 
     def specs_of(self, kind: Kind, grid: tuple[int, ...]) -> Mapping[str, ArraySpec]:
         return {"pixel_values": ArraySpec((1 + sum(grid), self._side, self._side, 3), "uint8")}
+
+    def vllm_shape(self, kind: Kind, stated: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+        num_features = stated[0] * self._features
+        return num_features, self.grid_of(kind, num_features)
 
     def crops(self, height: int, width: int) -> list[tuple[slice, slice]]:
         """Return the rows and columns of each crop of an image.

@@ -34,6 +34,7 @@ from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
 from mindie_mm.nn.pretrained_family import PretrainedFamily
 from mindie_mm.nn.splice import MediaItem, split_features
 from mindie_mm.nn.traits import Traits
+from mindie_mm.nn.vllm_pictures import PictureLayout, dtype_of
 from mindie_mm.nn.weights.pretrained import PretrainedModel, read_config
 from mindie_mm.shm import ArraySpec
 from mindie_mm.shm.format.item import MediaShape
@@ -100,6 +101,16 @@ class InternVLProcessor(Processor):
         # Each frame also needs a start token and an end token.
         positions = context_length(config.get_text_config())
         self._sampling = Sampling.read(video, positions // (self.tile_features + 2))
+        if not self._original:  # for which vLLM has other tensors
+            self.vllm_items = {
+                "image": PictureLayout(
+                    self.normalizations["image"].table(),
+                    (self.side, self.side),
+                    dtype_of(checkpoint.config),
+                    count="image_num_patches",
+                    constants={"image_token_id": context},
+                )
+            }
 
     def template(self, own: str | None, tokenizers: str | None, kinds: Collection[Kind]) -> str | None:
         """Return the chat template.
@@ -175,6 +186,9 @@ class InternVLProcessor(Processor):
 
     def specs_of(self, kind: Kind, grid: tuple[int, ...]) -> Mapping[str, ArraySpec]:
         return {"pixel_values": ArraySpec((grid[0], self.side, self.side, 3), "uint8")}
+
+    def vllm_shape(self, kind: Kind, stated: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+        return stated[0] * self.tile_features, stated[:1]
 
     def _sample(self, total: int, count: int) -> list[int]:
         """Return the indices of about `count` frames out of `total` frames, in ascending order.

@@ -132,6 +132,12 @@ class LlavaOnevisionProcessor(AnyresProcessor):
         name, tiles = ("pixel_values", 1) if kind == "image" else ("pixel_values_videos", grid[0])
         return {name: ArraySpec((tiles, self.side, self.side, 3), "uint8")}
 
+    def vllm_shape(self, kind: Kind, stated: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+        num_tiles, *size = stated
+        if num_tiles == 1:  # one of several images, with transformers' preprocessing
+            return self.rows**2 + 1, (*size, 0)
+        return self.num_features(*size), (*size, 1)
+
     def on_canvas(self, height: int, width: int) -> tuple[int, int]:
         rows, columns = super().on_canvas(height, width)
         ratio = math.sqrt(rows * columns / (self._max_tiles * self.rows**2))

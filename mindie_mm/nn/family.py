@@ -27,6 +27,7 @@ from mindie_mm.nn.seq2seq import Seq2SeqModel
 from mindie_mm.nn.speech import SpeechTraits
 from mindie_mm.nn.traits import Traits
 from mindie_mm.nn.vllm_items import PatchLayout
+from mindie_mm.nn.vllm_pictures import PictureLayout
 from mindie_mm.shm import ArraySpec
 from mindie_mm.shm.format.item import ITEM
 
@@ -127,7 +128,7 @@ class Processor(ModelInputs, ABC):
     """Placeholder of each kind of media that the family supports."""
     num_embeddings: int | None = None
     """`ModelSpec.embedding_size`. None means `vocab_size` of transformers' configuration of the text model."""
-    vllm_items: Mapping[Kind, PatchLayout] = {}
+    vllm_items: Mapping[Kind, PatchLayout | PictureLayout] = {}
     """Layout of an item's tensors in vLLM's payloads, by kind. Items of other kinds are neither sent nor read."""
     mindie_pad: int = -1
     """Id that MindIE writes over further placeholders in its wire format: `pad_token_id` of the text config, or -1."""
@@ -224,6 +225,18 @@ class Processor(ModelInputs, ABC):
 
         """
         return None if self.spelling(kind, num_features, ()) is None else ()
+
+    def vllm_shape(self, kind: Kind, stated: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+        """Return the number of features and the grid of an item that comes as tensors of vLLM.
+
+        Families with `vllm_items` implement this method.
+
+        Args:
+            kind: Kind of the item.
+            stated: Numbers that the tensors state: `Patches.stated` or `Pictures.stated`.
+
+        """
+        raise NotImplementedError
 
     @property
     def speech(self) -> SpeechTraits:

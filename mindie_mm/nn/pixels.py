@@ -129,6 +129,11 @@ class Normalization:
         mean, std = ((value,) if isinstance(value, (int, float)) else tuple(value) for value in values)
         return cls(mean, std, factor)
 
+    def table(self) -> bytes:
+        """Return the normalized value of each byte, for each of three channels: float32 [3, 256], little-endian."""
+        values = torch.arange(256, dtype=torch.uint8).view(1, 256, 1, 1).expand(-1, -1, -1, 3)
+        return self(values).reshape(3, 256).numpy().astype("<f4").tobytes()
+
     def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
         """Normalize images as transformers' torchvision backend does, bit for bit.
 

@@ -56,22 +56,22 @@ class Payload:
 
     tensors: bytes
     """All tensors of the item."""
-    metadata: bytes
-    """The tensors that vLLM keeps on the CPU, such as the grid."""
+    metadata: bytes | None
+    """The tensors that vLLM keeps on the CPU, such as the grid. None if there are none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Patches:
     """An item that was read, with its patches as vLLM has them."""
 
-    grid: tuple[int, ...]
-    """`Plan.grid` of the item, which begins with the number of patches along time, height and width."""
-    num_features: int
+    stated: tuple[int, ...]
+    """Number of patches along time, height and width, and the time between two patches in picoseconds if it is stated.
+    The argument of `Processor.vllm_shape`."""
     pixels: NDArray[np.uint8]
     """uint8 [t * h * w, 3, temporal, patch * patch]."""
 
 
-class PatchLayout(msgspec.Struct, frozen=True):
+class PatchLayout(msgspec.Struct, frozen=True, tag="patches"):
     """The tensors of an item that consists of patches. vLLM has its pixels as uint8, before they are normalized.
 
     A row of vLLM's pixels has the axes (channel, time, row, column), and a row of this package's block (time, row,
@@ -90,8 +90,8 @@ class PatchLayout(msgspec.Struct, frozen=True):
     """vLLM's name of the time between two patches in seconds. In `Plan.grid`, it follows the number of patches, in
     picoseconds. Empty if the grid has no time."""
 
-    def num_bytes(self, num_features: int) -> int:
-        """Return the size in bytes of vLLM's pixels of an item."""
+    def num_bytes(self, num_features: int, block_bytes: int) -> int:
+        """Return the size in bytes of vLLM's tensors of an item. `block_bytes` is the size of its block."""
         return num_features * self.merge_size**2 * 3 * self.temporal_patch_size * self.patch_size**2
 
     def encoded(self, arrays: Arrays, grid: tuple[int, ...]) -> Payload:
@@ -100,14 +100,10 @@ class PatchLayout(msgspec.Struct, frozen=True):
         frames = stored.reshape(len(stored), -1, self.patch_size**2, 3)
         planes = np.empty((len(stored), 3, self.temporal_patch_size, self.patch_size**2), np.uint8)
         planes[...] = frames.transpose(0, 3, 1, 2)
-        # vLLM's `slices` also have the rows of items that it preprocessed with this one, but it does not read them.
-        flat = {"keep_on_cpu": False, "slices": [[[0, len(stored), None]]], "dim": 0}
-        metadata = {self.grid: _element(np.array(grid[:3], np.int64), ["batched", {"keep_on_cpu": True}])}
+        metadata = {self.grid: element(np.array(grid[:3], np.int64), BATCHED)}
         if self.seconds:
-            interval = np.array(grid[3] / _PICOSECONDS, np.float32)
-            metadata[self.seconds] = _element(interval, ["batched", {"keep_on_cpu": True}])
-        pixels = _element(planes.reshape(len(stored), -1), ["flat", flat])
-        return Payload(_encode({self.pixels: pixels, **metadata}), _encode(metadata))
+            metadata[self.seconds] = element(np.array(grid[3] / _PICOSECONDS, np.float32), BATCHED)
+        return payload({self.pixels: element(planes.reshape(len(stored), -1), flat(len(stored)))}, metadata)
 
     def read(self, item: bytes) -> Patches:
         """Read an item without copying its pixels.
@@ -117,15 +113,9 @@ class PatchLayout(msgspec.Struct, frozen=True):
             InputError: A tensor is missing, or has another dtype or shape than this layout.
 
         """
-        try:
-            elements = _decoder.decode(item)
-        except (msgspec.MsgspecError, RecursionError) as error:
-            raise MediaError(f"the item is not a map of tensors in MessagePack: {error}") from None
-        grid = _tensor(elements, self.grid, "int64")
-        if grid.shape != (3,) or grid.min() < 1:
-            raise InputError(f"{self.grid} has the shape {grid.shape} or numbers below 1; it must be three numbers")
-        t, h, w = (int(number) for number in grid)
-        pixels = _tensor(elements, self.pixels, "uint8")
+        elements = decoded(item)
+        t, h, w = numbers(elements, self.grid, 3)
+        _, pixels = tensor(elements, self.pixels, {"uint8": "u1"})
         expected = (t * h * w, 3 * self.temporal_patch_size * self.patch_size**2)
         if pixels.shape != expected:
             raise InputError(
@@ -133,13 +123,13 @@ class PatchLayout(msgspec.Struct, frozen=True):
                 f"{expected}"
             )
         planes = pixels.reshape(len(pixels), 3, self.temporal_patch_size, self.patch_size**2)
-        return Patches((t, h, w, *self._interval(elements)), t * h * w // self.merge_size**2, planes)
+        return Patches((t, h, w, *self._interval(elements)), planes)
 
     def _interval(self, elements: Mapping[str, Element]) -> tuple[int, ...]:
         """Return the time between two patches in picoseconds, if the grid has one."""
         if not self.seconds:
             return ()
-        seconds = _tensor(elements, self.seconds, "float32")
+        _, seconds = tensor(elements, self.seconds, {"float32": "<f4"})
         if seconds.shape not in ((), (1,)) or not 0 < (number := float(seconds.reshape(-1)[0])) < _MAX_SECONDS:
             raise InputError(
                 f"{self.seconds} has the shape {seconds.shape} or a value outside (0, {_MAX_SECONDS}); it must be the "
@@ -163,23 +153,70 @@ class PatchLayout(msgspec.Struct, frozen=True):
             raise InputError(f"the frames of an image in {self.pixels} differ; they must be equal")
 
 
-def _element(array: NDArray[Any], field: list[Any]) -> WrittenElement:
-    return WrittenElement((str(array.dtype), array.shape, Ext(_RAW, array.data.cast("B"))), field)
+BATCHED = ["batched", {"keep_on_cpu": True}]
+"""Field of a small tensor, of which vLLM makes a row for each item."""
 
 
-def _tensor(elements: Mapping[str, Element], key: str, dtype: str) -> NDArray[Any]:
-    """Return a tensor of an item as an array over the item's bytes."""
-    if (element := elements.get(key)) is None:
+def flat(num_rows: int) -> list[Any]:
+    """Return the field of a tensor whose rows vLLM concatenates with those of other items.
+
+    vLLM's `slices` also have the rows of items that it preprocessed with this one, but it does not read them.
+    """
+    return ["flat", {"keep_on_cpu": False, "slices": [[[0, num_rows, None]]], "dim": 0}]
+
+
+def element(array: NDArray[Any], field: list[Any], dtype: str = "") -> WrittenElement:
+    """Return a tensor of an item. `dtype` is given if numpy lacks it, and the array has its bits."""
+    return WrittenElement((dtype or str(array.dtype), array.shape, Ext(_RAW, array.data.cast("B"))), field)
+
+
+def payload(tensors: Mapping[str, WrittenElement], metadata: Mapping[str, WrittenElement]) -> Payload:
+    """Return an item with these tensors, and with the small tensors that vLLM keeps on the CPU."""
+    return Payload(_encode({**tensors, **metadata}), _encode(metadata) if metadata else None)
+
+
+def decoded(item: bytes) -> Mapping[str, Element]:
+    """Return the tensors of an item. Raise MediaError if it is not valid."""
+    try:
+        return _decoder.decode(item)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise MediaError(f"the item is not a map of tensors in MessagePack: {error}") from None
+
+
+def numbers(elements: Mapping[str, Element], key: str, count: int) -> tuple[int, ...]:
+    """Return the positive integers of a small tensor. Raise InputError if there are not `count` of them."""
+    _, found = tensor(elements, key, {"int64": "<i8"})
+    if found.size != count or found.ndim > 1 or found.min() < 1:
+        raise InputError(
+            f"{key} has the shape {found.shape} or numbers below 1; it must have {count} numbers, which are positive"
+        )
+    return tuple(found.reshape(-1).tolist())
+
+
+def tensor(elements: Mapping[str, Element], key: str, dtypes: Mapping[str, str]) -> tuple[str, NDArray[Any]]:
+    """Return the dtype of a tensor, and the tensor as an array over the item's bytes.
+
+    Args:
+        elements: Tensors of the item.
+        key: Name of the tensor.
+        dtypes: Dtypes that the tensor may have, with numpy's little-endian dtype for each of them.
+
+    Raises:
+        InputError: The tensor is missing, or its dtype, shape and bytes contradict each other.
+
+    """
+    if (found := elements.get(key)) is None:
         raise InputError(f"the item has no tensor {key}; it has {', '.join(sorted(elements))[:200] or 'no tensors'}")
-    stated, shape, raw = element.data
-    if stated != dtype:
-        advice = ". Start vLLM's render server with --mm-device-do-normalize" if dtype == "uint8" else ""
-        raise InputError(f"{key} has the dtype {stated[:40]!r}; it must be {dtype}{advice}")
-    num_bytes, data = math.prod(shape) * np.dtype(dtype).itemsize, memoryview(raw.data)
+    stated, shape, raw = found.data
+    if stated not in dtypes:
+        advice = ". Start vLLM's render server with --mm-device-do-normalize" if "uint8" in dtypes else ""
+        raise InputError(f"{key} has the dtype {stated[:40]!r}; it must be {' or '.join(dtypes)}{advice}")
+    dtype, data = np.dtype(dtypes[stated]), memoryview(raw.data)
+    num_bytes = math.prod(shape) * dtype.itemsize
     if raw.code != _RAW or len(data) != num_bytes:
         raise InputError(
-            f"{key} has {len(data)} bytes of the extension type {raw.code}; its dtype {dtype} and shape {shape} need "
+            f"{key} has {len(data)} bytes of the extension type {raw.code}; its dtype {stated} and shape {shape} need "
             f"{num_bytes} bytes of the type {_RAW}"
         )
-    array: NDArray[Any] = np.frombuffer(data, np.dtype(dtype).newbyteorder("<")).reshape(shape)
-    return array
+    array: NDArray[Any] = np.frombuffer(data, dtype).reshape(shape)
+    return stated, array

@@ -15,11 +15,13 @@ from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import InputError
 from mindie_mm.inputs import Kind, Media, MediaDefaults, MediaOptions, Paths, media_defaults
 from mindie_mm.nn.vllm_items import PatchLayout
+from mindie_mm.nn.vllm_pictures import PictureLayout
 from mindie_mm.settings.config import Colour
 from mindie_mm.shm import attach
 from mindie_mm.shm.format.item import MediaShape
 from mindie_mm.tokenize.prompt import PlannedPrompt, PlannedSpan
 from mindie_mm.tokenize.requests import TokenizeRequest
+from mindie_mm.tokenize.tokenizer_traits import TokenizerTraits
 from service.render.media_hash import FileContent, has_options, media_hash, video_metadata
 from service.schemas.openai_answers import json_of
 
@@ -153,10 +155,21 @@ def hashes_of(plan: PlannedPrompt, media: Sequence[tuple[Media, Paths | str]], h
 class Tensors:
     """Which tensors are sent for the media of a prompt."""
 
-    layouts: Mapping[Kind, PatchLayout]
+    layouts: Mapping[Kind, PatchLayout | PictureLayout]
     """`Processor.vllm_items` of the checkpoint."""
     family: str
     """Name of the checkpoint's family."""
+
+    @classmethod
+    def known(cls, traits: TokenizerTraits, dtype: str) -> Tensors:
+        """Return the tensors of a checkpoint. `dtype` is that of normalized pixels, or auto for vLLM's choice."""
+        layouts = {
+            kind: layout
+            if isinstance(layout, PatchLayout) or dtype == "auto"
+            else msgspec.structs.replace(layout, dtype=dtype)
+            for kind, layout in traits.vllm_items.items()
+        }
+        return cls(layouts, traits.family)
 
     def require(self, request: TokenizeRequest) -> None:
         """Raise InputError if the prompt has media whose tensors are not known."""
@@ -171,9 +184,10 @@ class Tensors:
 
     def num_bytes(self, plan: PlannedPrompt) -> int:
         """Return the size in bytes of the pixels of a prompt in base64, without their padding."""
-        return sum(self.layouts[span.kind].num_bytes(span.num_features) for span in plan.spans) * 4 // 3
+        sizes = (self.layouts[span.kind].num_bytes(span.num_features, span.num_bytes) for span in plan.spans)
+        return sum(sizes) * 4 // 3
 
-    def of(self, plan: PlannedPrompt) -> tuple[dict[str, list[Base64]], dict[str, list[Base64]]]:
+    def of(self, plan: PlannedPrompt) -> tuple[dict[str, list[Base64]], dict[str, list[Base64]] | None]:
         """Return `kwargs_data` and `mm_metadata` of a prompt whose media are in shared memory."""
         tensors: dict[str, list[Base64]] = {}
         metadata: dict[str, list[Base64]] = {}
@@ -181,8 +195,9 @@ class Tensors:
             with attach(ref) as view:
                 payload = self.layouts[span.kind].encoded(view, MediaShape.of(view).grid)
             tensors.setdefault(span.kind, []).append(_base64(payload.tensors))
-            metadata.setdefault(span.kind, []).append(_base64(payload.metadata))
-        return tensors, metadata
+            if payload.metadata is not None:
+                metadata.setdefault(span.kind, []).append(_base64(payload.metadata))
+        return tensors, metadata or None
 
 
 def _base64(data: bytes) -> msgspec.Raw:

@@ -131,8 +131,8 @@ class _Rendering:
         background = service.worker.config.media.rgba_background_color
         hashing = Hashing.of(service.model_id, background, *options)
         if payload == "tensors":
-            traits = service.worker.tokenizer_stage.traits
-            return cls(call, body, hashing, None, Tensors(traits.vllm_items, traits.family))
+            tensors = Tensors.known(service.worker.tokenizer_stage.traits, service.worker.config.engine.dtype)
+            return cls(call, body, hashing, None, tensors)
         known = None
         if service.config.plan_cache_bytes and not service.worker.config.media.isolate_requests:
             known = KnownMedia(service.shared, hashing, call.owner, call.params.cache_salt)

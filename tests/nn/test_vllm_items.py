@@ -24,10 +24,11 @@ def test_what_is_written_is_read(layout: PatchLayout, grid: tuple[int, ...]) -> 
     block = np.random.default_rng(0).integers(0, 256, (math.prod(grid[:3]), frames * 14 * 14 * 3), np.uint8)
     payload = layout.encoded({layout.pixels: block}, grid)
     item = layout.read(payload.tensors)
-    assert (item.grid, item.num_features) == (grid, math.prod(grid[:3]) // 4)
+    assert item.stated == grid
     copy = {layout.pixels: np.zeros_like(block)}
     layout.write(item, copy)
     assert np.array_equal(copy[layout.pixels], block)
+    assert payload.metadata is not None
     rest = {key: one for key, one in msgspec.msgpack.decode(payload.tensors).items() if key != layout.pixels}
     assert msgspec.msgpack.decode(payload.metadata) == rest
 

@@ -44,9 +44,9 @@ def asked(body: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def rendering(vllm: str, family: str) -> Iterator[str]:
+def rendering(vllm: str, family: str, dtype: str = "float32") -> Iterator[str]:
     """Run vLLM's render server on the checkpoint of a family, and yield its version."""
-    options = ["--port", str(PORT), "--dtype", "float32", "--max-model-len", "4096", "--trust-request-mm-kwargs"]
+    options = ["--port", str(PORT), "--dtype", dtype, "--max-model-len", "4096", "--trust-request-mm-kwargs"]
     with tempfile.TemporaryDirectory() as folder:
         write(family, Path(folder, family))
         log = Path(folder, "log")

@@ -1,4 +1,4 @@
-"""Script that stores digests of vLLM's tensors: `python -m tests.vllm.tensors VLLM [FAMILY ...]`.
+"""Script that stores digests of vLLM's tensors: `python -m tests.vllm.tensors VLLM [SERVER ...]`.
 
 VLLM is the command `vllm` of an environment of its own. The script starts `vllm launch render` for each family, as
 `tests.vllm.record` does. With --check, it compares the tensors with the stored ones instead.
@@ -16,21 +16,26 @@ import msgspec
 from blake3 import blake3
 
 from tests.vllm.record import asked, rendering
-from tests.vllm.stored import MEDIA, stored_chats
+from tests.vllm.stored import MEDIA, has_video, stored_chats
 from tools.arguments import parser
 
 STORED = Path(__file__).parent / "tensors.json"
-FAMILIES = ("qwen2vl", "qwen2_5_vl", "qwen3_vl")
+PATCHES = ("qwen2vl", "qwen2_5_vl", "qwen3_vl")
+PICTURES = ("internvl", "llava", "llava_next", "llava_onevision", "gemma3", "idefics3", "smolvlm")
+FAMILIES = (*PATCHES, *PICTURES)
+SERVERS = {family: (family, "float32") for family in FAMILIES} | {"llava auto": ("llava", "auto")}
+"""Family and --dtype of each server of vLLM whose tensors are stored."""
 _WITH_VIDEOS = ("qwen2vl", "qwen2_5_vl")
 
 
 def chats_of(family: str) -> dict[str, Any]:
     """Return the body of each chat whose tensors are stored for a family."""
+    images = {name: body for name, body in stored_chats().items() if not has_video(body)}
     if family not in _WITH_VIDEOS:
-        return stored_chats()
+        return images
     url = "data:video/mp4;base64," + base64.b64encode((MEDIA / "short.mp4").read_bytes()).decode()
     content = [{"type": "video_url", "video_url": {"url": url}}, {"type": "text", "text": "What?"}]
-    return {**stored_chats(), "video": {"messages": [{"role": "user", "content": content}]}}
+    return {**images, "video": {"messages": [{"role": "user", "content": content}]}}
 
 
 def items_of(features: dict[str, Any] | None) -> list[Any]:
@@ -45,7 +50,8 @@ def _item(item: str) -> dict[str, Any]:
     for key, tensor in sorted(tensors.items()):
         dtype, shape, raw = tensor["data"]
         kind, options = tensor["field"]
-        options.pop("slices", None)  # they depend on earlier requests, and are not read
+        for name in ("slices", "batch_size"):  # they depend on earlier requests, and are not read
+            options.pop(name, None)
         found[key] = [dtype, shape, blake3(raw.data).hexdigest(length=16), kind, options]
     return found
 
@@ -54,20 +60,21 @@ def main() -> None:
     """Write or compare the digests."""
     arguments = parser(__doc__)
     arguments.add_argument("vllm", metavar="VLLM")
-    arguments.add_argument("families", metavar="FAMILY", nargs="*")
+    arguments.add_argument("servers", metavar="SERVER", nargs="*", help=f"one of {', '.join(SERVERS)}")
     arguments.add_argument("--check", action="store_true", help="compare with the stored digests")
     given = arguments.parse_args()
     sys.path.insert(0, str(Path(__file__).parents[1] / "stubs"))  # for the tests for families, as in pytest
     stored, found = json.loads(STORED.read_text()) if STORED.exists() else {}, {}
-    for family in given.families or FAMILIES:
-        with rendering(given.vllm, family):
+    for server in given.servers or SERVERS:
+        family, dtype = SERVERS[server]
+        with rendering(given.vllm, family, dtype):
             answers = {name: asked({"model": family, **body}) for name, body in chats_of(family).items()}
-        found[family] = {name: items_of(one["features"]) for name, one in answers.items() if "token_ids" in one}
+        found[server] = {name: items_of(one["features"]) for name, one in answers.items() if "token_ids" in one}
     if given.check:
-        chats = [(family, name) for family, own in found.items() for name in own]
-        differing = [f"{family}: {name}" for family, name in chats if found[family][name] != stored[family][name]]
+        chats = [(server, name) for server, own in found.items() for name in own]
+        differing = [f"{server}: {name}" for server, name in chats if found[server][name] != stored[server].get(name)]
         sys.exit(", ".join(differing) or None)
-    lines = (f"{json.dumps(family)}: {json.dumps(own)}" for family, own in (stored | found).items())
+    lines = (f"{json.dumps(server)}: {json.dumps(own)}" for server, own in (stored | found).items())
     STORED.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
