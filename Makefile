@@ -196,7 +196,8 @@ build/peft/installed: .venv/installed
 	touch $@
 
 test-peft: build/peft/installed
-	PYTHONPATH=build/peft $(BIN)/python -m pytest -m '' tests/nn/test_lora.py
+	PYTHONPATH=build/peft $(BIN)/python -m pytest -m '' -k 'lora or adapter' tests/nn/test_lora.py \
+	  tests/service/test_guide_answers.py
 
 # The contract of every family, engine, service and faults on an NVIDIA GPU, where there is one. In one process: an engine
 # takes a share of what is free.

@@ -1,0 +1,145 @@
+"""Tests that the answers which the guides show below a request are those of a real service."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mindie_mm
+from mindie_mm import LLM, SamplingParams
+from mindie_mm.models import load_model
+from tests import warm
+from tests.lora_samples import linear_names, write_adapter
+from tests.service.test_snippets import curl, json_values, run, snippet
+from tools.serving import RunningService
+
+ROOT = Path(__file__).parents[2]
+TINY = Path(mindie_mm.__file__).parent / "assets/tiny"
+LORAS = (ROOT / "docs/loras.md").read_text(encoding="utf-8")
+SERVED = "Qwen2-VL-2B-Instruct"
+"""Name of the checkpoint in the examples. The tests serve the embedded checkpoint under this name."""
+
+
+def scripts(page: str) -> list[tuple[str, str, str]]:
+    """Return each shell block of a page, with the language and the text of the output that the page shows for it.
+
+    The output is the next block, if it has another language and at most one paragraph stands between the two.
+    """
+    found = re.findall(
+        r"^```sh\n(.*?)^```(?=(?:\n\n(?![`#|])(?:.(?!\n\n))*.)?\n\n```(json|text)\n(.*?)^```)?",
+        page,
+        re.MULTILINE | re.DOTALL,
+    )
+    return [(script, language, output) for script, language, output in found]
+
+
+def requests(page: str) -> list[Any]:
+    """Return the blocks of a page that call curl, as parameters of a test."""
+    return [
+        pytest.param(*one, id=f"{place}-{one[0].splitlines()[0][-40:]}")
+        for place, one in enumerate(scripts(page))
+        if "curl " in one[0]
+    ]
+
+
+def assert_shown(answer: Any, shown: Any) -> None:
+    """Compare JSON with a part of it that a page shows. `...` in a string stands for any text."""
+    if isinstance(shown, dict):
+        assert shown.keys() <= answer.keys()
+        for key, value in shown.items():
+            assert_shown(answer[key], value)
+    elif isinstance(shown, list):
+        assert len(answer) == len(shown), answer
+        for one, value in zip(answer, shown, strict=True):
+            assert_shown(one, value)
+    elif isinstance(shown, str):
+        assert fits(answer, shown), (answer, shown)
+    else:
+        assert answer == shown
+
+
+def fits(text: str, shown: str) -> bool:
+    """Return whether a text is the one that a page shows, apart from white space and `...`."""
+    pattern = ".*".join(re.escape(part) for part in "".join(shown.split()).split("..."))
+    return re.fullmatch(pattern, "".join(text.split())) is not None
+
+
+def assert_output(printed: str, language: str, shown: str) -> None:
+    """Compare what a command printed with the block of a page that shows it."""
+    if language == "json":
+        values = json_values(printed)
+        assert len(values) == len(json_values(" ".join(shown.split())))
+        for value, one in zip(values, json_values(" ".join(shown.split())), strict=True):
+            assert_shown(value, one)
+    elif language:
+        assert fits(printed, shown), printed
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the adapters that the guide names."""
+    folder = tmp_path_factory.mktemp("adapters")
+    plain = load_model(None, "cpu", "float32", prepares=False).module
+    names = [name for name in linear_names(plain) if "language_model" in name]
+    for seed, name in enumerate(("charts", "forms", "tables")):
+        write_adapter(folder / name, plain, names, seed=seed)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def with_adapters(adapters: Path, settings: dict[str, object]) -> Iterator[RunningService]:
+    loras = [f"{name}={adapters / name}" for name in ("charts", "forms")]
+    own = {"lora_dir": adapters, "admin_key": "operators", "served_model_name": SERVED}
+    given, environment = settings | own | {"spool": adapters / "spool"}, {"MINDIE_MM_LORA": ",".join(loras)}
+    with warm.running_service(given, adapters / "log", environment=environment) as running:
+        yield running
+
+
+@pytest.mark.parametrize(("script", "language", "shown"), requests(LORAS))
+def test_a_request_of_the_guide_to_adapters_has_the_answer_shown(
+    with_adapters: RunningService, adapters: Path, script: str, language: str, shown: str
+) -> None:
+    printed = curl(script.replace("$ADMIN_KEY", "operators"), with_adapters, refused='"error"' in shown)
+    assert_output(printed.replace(str(adapters), "/adapters"), language, shown)
+
+
+def test_the_guide_to_adapters_shows_what_doctor_finds(adapters: Path) -> None:
+    ((script, language, shown),) = [one for one in scripts(LORAS) if "mindie-mm doctor" in one[0]]
+    command = script.replace("\\\n", " ").replace(f"Qwen/{SERVED}", str(TINY)).replace("/adapters", str(adapters))
+    ended = warm.run(command.split(), timeout=240, env=os.environ | {"MINDIE_MM_DEVICE": "cpu"})
+    (line,) = [line for line in ended.stdout.splitlines() if "LoRA" in line]
+    assert_output(line.replace(str(adapters), "/adapters"), language, shown)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("copied_workers")
+def test_the_script_of_the_guide_answers_with_and_without_an_adapter(
+    adapters: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("adapters").symlink_to(adapters)
+    Path("qwen2-vl").symlink_to(TINY)
+    names = run(snippet(LORAS, "python", "with_adapter"))
+    assert names["without"].text.startswith("Hello! ")
+    assert names["with_adapter"].text != names["without"].text
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("copied_workers")
+def test_the_adapter_that_the_guide_writes_with_peft_changes_nothing(
+    random_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("peft", reason="make test-peft installs peft")
+    monkeypatch.chdir(tmp_path)
+    run(snippet(LORAS, "python", "get_peft_model").replace(f"Qwen/{SERVED}", str(random_checkpoint)))
+    config = json.loads(Path("adapters/charts/adapter_config.json").read_text(encoding="utf-8"))
+    assert (config["peft_type"], config["r"]) == ("LORA", 8)
+    with LLM(random_checkpoint, loras={"charts": "adapters/charts"}) as llm:
+        outputs = llm.generate(["Hello!"] * 2, SamplingParams(temperature=0), lora=["charts", None])
+    assert outputs[0].token_ids == outputs[1].token_ids
