@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text()
 RECORDS = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
-GUIDES = ("quickstart", "serve", "python", "batch", "deploy", "operate", "scale", "monitoring", "loras")
+GUIDES = ("quickstart", "serve", "python", "batch", "deploy", "operate", "scale", "monitoring", "loras", "render")
 PAGES = sorted(
     [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md"), *ROOT.glob("bench/**/*.md")]
 )

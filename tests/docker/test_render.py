@@ -64,6 +64,10 @@ def test_the_client_asks_the_server_that_holds_an_image(tmp_path: Path) -> None:
         servers = [service.url, service.url.replace("127.0.0.1", "localhost")]
         command = [sys.executable, str(CLIENT), service.url, *servers]
         printed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
+    guide = (ROOT / "docs/render.md").read_text(encoding="utf-8")
+    first, second = servers
+    shown = printed.replace(second, "http://localhost:8002").replace(first, "http://localhost:8001")
+    assert f"```text\n{shown}```" in guide
     asked = [(color, server, int(held), int(length)) for color, server, held, length in ASKED.findall(printed)]
     first, second = asked[:3], asked[3:]
     assert [color for color, *_ in first] == [color for color, *_ in second], printed

@@ -17,10 +17,12 @@ from mindie_mm.models import load_model
 from tests import warm
 from tests.lora_samples import linear_names, write_adapter
 from tests.service.test_snippets import curl, json_values, run, snippet
+from tools.demo import data_url, picture
 from tools.serving import RunningService
 
 ROOT = Path(__file__).parents[2]
 TINY = Path(mindie_mm.__file__).parent / "assets/tiny"
+RENDER = (ROOT / "docs/render.md").read_text(encoding="utf-8")
 LORAS = (ROOT / "docs/loras.md").read_text(encoding="utf-8")
 SERVED = "Qwen2-VL-2B-Instruct"
 """Name of the checkpoint in the examples. The tests serve the embedded checkpoint under this name."""
@@ -143,3 +145,64 @@ def test_the_adapter_that_the_guide_writes_with_peft_changes_nothing(
     with LLM(random_checkpoint, loras={"charts": "adapters/charts"}) as llm:
         outputs = llm.generate(["Hello!"] * 2, SamplingParams(temperature=0), lora=["charts", None])
     assert outputs[0].token_ids == outputs[1].token_ids
+
+
+@pytest.fixture(scope="module")
+def renderer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
+    folder = tmp_path_factory.mktemp("render")
+    given = {"model_id": f"Qwen/{SERVED}", "spool": folder / "spool"}
+    with warm.running_service(given, folder / "log", command="render") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def scaled_out(tmp_path_factory: pytest.TempPathFactory, settings: dict[str, object]) -> Iterator[RunningService]:
+    folder = tmp_path_factory.mktemp("scaled_out")
+    given = settings | {"enable_scale_out": True, "spool": folder / "spool"}
+    with warm.running_service(given, folder / "log") as running:
+        yield running
+
+
+def test_the_guide_to_render_shows_the_line_that_says_that_it_is_ready(renderer: RunningService) -> None:
+    (line,) = [text for script, _, text in scripts(RENDER) if "--max-model-len 32768" in script]
+    assert renderer.announcement == line.replace("http://127.0.0.1:8100", renderer.url)
+
+
+@pytest.mark.parametrize(
+    ("script", "language", "shown"), [one for one in requests(RENDER) if "chat.json" not in one.values[0]]
+)
+def test_a_request_of_the_guide_to_render_has_the_answer_shown(
+    renderer: RunningService, scaled_out: RunningService, script: str, language: str, shown: str
+) -> None:
+    script = script.replace("localhost:8100", renderer.url).replace("localhost:8000", scaled_out.url)
+    assert_output(curl(script, renderer, refused='"error"' in shown), language, shown)
+
+
+@pytest.mark.parametrize(("code", "name"), [(403, "service"), (400, "renderer")])
+def test_the_guide_to_render_shows_why_a_route_or_a_payload_is_refused(
+    request: pytest.FixtureRequest, code: int, name: str
+) -> None:
+    """The request is the first of the guide, which asks for tensors if it does not ask for none."""
+    script = next(one for one, *_ in scripts(RENDER) if "red_circle" in one)
+    shown = snippet(RENDER, "json", "--enable-scale-out" if code == 403 else "mm_payload=tensors")
+    service = request.getfixturevalue(name)
+    script = script.replace("localhost:8100", service.url).replace('"mm_payload": "none", ', "")
+    assert_output(curl(script, service, refused=True), "json", shown)
+
+
+@pytest.mark.slow
+def test_tensors_of_the_guide_to_render_go_from_one_server_to_the_other(
+    random_checkpoint: Path, settings: dict[str, object], tmp_path: Path
+) -> None:
+    given = settings | {"enable_scale_out": True, "like": "vllm", "spool": tmp_path / "spool"}
+    url = data_url(picture("red", (220, 40, 40), "circle", x=0.4))
+    part = {"type": "image_url", "image_url": {"url": url}}
+    (tmp_path / "chat.json").write_text(
+        json.dumps({"messages": [{"role": "user", "content": [part]}], "max_tokens": 4})
+    )
+    ((script, *_),) = [one for one in scripts(RENDER) if "chat.json" in one[0]]
+    script = script.replace("chat.json", str(tmp_path / "chat.json"))
+    with warm.running_service(given, tmp_path / "log", random_checkpoint) as running:
+        answer = json.loads(curl(re.sub(r"localhost:8\d00", running.url, script), running))
+    assert answer["usage"]["completion_tokens"] == len(answer["choices"][0]["token_ids"]) > 0
+    assert answer["usage"]["prompt_tokens_details"]["image_tokens"] > 0
