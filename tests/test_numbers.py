@@ -65,7 +65,7 @@ def test_sampling_settings():
     for ids in (np.array([3, 4]), np.array([3.0, 4.0]), torch.tensor([3, 4])):
         assert SamplingParams(stop_token_ids=ids).check(100).stop_token_ids == (3, 4)
     for bad in (SamplingParams(max_tokens=np.int64(-2)), SamplingParams(temperature=np.float32(101))):
-        with pytest.raises(InputError, match="it must be in"):
+        with pytest.raises(InputError, match="must be in"):
             bad.check(100)
     with pytest.raises(InputError, match="max_tokens"):
         SamplingParams(max_tokens=np.float64(2.5)).check(100)
@@ -85,7 +85,7 @@ def test_options_of_media():
         assert parse_inputs([{"video": "a.mp4", **options}]) == parse_inputs([{"video": "a.mp4", **plain}])
     assert parse_inputs([{"audio": np.zeros(9, np.float32), "sampling_rate": np.int64(16_000)}])
     assert media_defaults({"fps": np.float32(2)}, {}) == media_defaults({"fps": 2.0}, {})
-    with pytest.raises(InputError, match="fps is"):
+    with pytest.raises(InputError, match="fps="):
         parse_inputs([{"video": "a.mp4", "fps": np.array([1.0, 2.0])}])
 
 
@@ -106,7 +106,7 @@ def test_settings_hold_numbers_of_python():
         value = getattr(caps, name)
         as_numpy = np.asarray(value)[()] if isinstance(value, int | float) else value
         assert replace(caps, **{name: as_numpy}) == caps
-    with pytest.raises(InputError, match="max_image_pixels is 0"):
+    with pytest.raises(InputError, match="max_image_pixels=0"):
         MediaCaps(max_image_pixels=np.int64(0))
     settings = Settings(model="", inputs=("a.jsonl",), max_tokens=np.int64(5), shard_rows=np.int32(3))
     assert (type(settings.max_tokens), type(settings.shard_rows)) == (int, int)

@@ -70,7 +70,7 @@ def test_generate_refuses_an_absent_device_before_a_process_starts(request, tmp_
 def test_usable_settings_are_accepted_and_unknown_devices_are_refused():
     for device in ("auto", "cpu"):
         check_before_loading(WorkerConfig(engine=EngineConfig(device=device)))
-    with pytest.raises(InputError, match="device is 'tpu'; it must be one of auto, npu, cuda, cpu"):
+    with pytest.raises(InputError, match="device='tpu' must be one of auto, npu, cuda, cpu"):
         check_before_loading(WorkerConfig(engine=EngineConfig(device="tpu")))
     with pytest.raises(UnsupportedCheckpoint, match=DOWNLOAD):
         LLM(HUB_NAME)

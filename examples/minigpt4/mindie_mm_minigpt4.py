@@ -50,9 +50,7 @@ class MiniGPT4Processor(Processor):
         pixels = checkpoint.preprocessor("image", {"BlipImageProcessor": _DEFAULTS})
         size = pixels["size"]
         if size["height"] != size["width"]:
-            raise UnsupportedCheckpoint(
-                f"{checkpoint.path}: size is {size['width']}x{size['height']}; it must be square"
-            )
+            raise UnsupportedCheckpoint(f"{checkpoint.path}: size={size['width']}x{size['height']} must be square")
         self.side: int = size["height"]
         self.normalizations = {"image": Normalization.read(pixels)}
         self.feature_width = text_width("Blip2Config", checkpoint)

@@ -69,7 +69,7 @@ def is_shown(style: Style | None) -> bool:
 
     """
     if style is not None and style not in get_args(Style):
-        raise InputError(f"progress is {style!r}; it must be 'auto', 'json' or 'off'")
+        raise InputError(f"progress={style!r} must be 'auto', 'json' or 'off'")
     return style != "off" and (style is not None or (sys.stderr is not None and sys.stderr.isatty()))
 
 

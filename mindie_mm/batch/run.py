@@ -95,7 +95,7 @@ def run_batch(
 
     """
     if num_workers is not None and num_workers < 1:
-        raise InputError(f"num_workers is {num_workers}; it must be at least 1")
+        raise InputError(f"num_workers={num_workers} must be at least 1")
     output = output if isinstance(output, str) else absolute(output)
     _require_apart(settings.inputs, output)
     with opened_folder(output, staging) as destination:

@@ -107,7 +107,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         ):
             msgspec.structs.force_setattr(self, name, python_number(getattr(self, name)))
             if not least <= getattr(self, name) <= most:
-                raise InputError(f"{name} is {getattr(self, name)}; it must be from {least} to {most}")
+                raise InputError(f"{name}={getattr(self, name)} must be from {least} to {most}")
         require_streams_once(self.inputs)
         for name, values in (("model", [self.model]), ("stdin_folder", [self.stdin_folder]), ("inputs", self.inputs)):
             for value in values:
@@ -123,7 +123,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         if self.truncate and self.assistant_spans:
             raise InputError("truncate and assistant_spans are both set, but turns of truncated rows are not located")
         if self.limit is not None and self.limit < 1:
-            raise InputError(f"limit is {self.limit}; it must be at least 1")
+            raise InputError(f"limit={self.limit} must be at least 1")
 
     def checkpoint(self) -> Checkpoint:
         """Open the checkpoint. Raise UnsupportedCheckpoint if this fails."""
@@ -356,7 +356,7 @@ def part_of(part: str, count: int) -> range:
     if not part:
         return range(count)
     if not (match := _PART.fullmatch(part)) or not 1 <= (number := int(match[1])) <= (parts := int(match[2])):
-        raise InputError(f"part is {part!r}; it must be i/n, where i is from 1 to n, such as 2/4")
+        raise InputError(f"part={part!r} must be i/n, where i is from 1 to n, such as 2/4")
     return range(count * (number - 1) // parts, count * number // parts)
 
 

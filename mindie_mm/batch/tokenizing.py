@@ -126,7 +126,7 @@ def tokenize_dataset(
     """
     for one, text in (("part", part), ("ray", "" if ray is None else ray)):
         if not isinstance(text, str):
-            raise InputError(f"{one} is {text!r}; it must be a string")
+            raise InputError(f"{one}={text!r} must be a string")
     resume, retry_errors = converted("resume", resume, bool), converted("retry_errors", retry_errors, bool)
     max_errors = _max_errors(on_error)
     folder = output_at(output)

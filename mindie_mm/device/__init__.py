@@ -61,7 +61,7 @@ def open_device(name: str = "auto") -> Device:
                 return kind(index)
     names = ", ".join(kind.name for kind in KINDS)
     raise InputError(
-        f"device is {name!r}; it must be one of auto, {names}, or a name with an index, such as {KINDS[0].name}:1"
+        f"device={name!r} must be one of auto, {names}, or a name with an index, such as {KINDS[0].name}:1"
     )
 
 

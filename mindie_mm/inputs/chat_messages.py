@@ -61,7 +61,7 @@ def _parse_message(message: Mapping[str, Any], where: str, *, strict: bool, by_u
     role = message.get("role")
     if not isinstance(role, str) or (role not in ROLES and not _CUSTOM_ROLE.fullmatch(role)):
         raise InputError(
-            f"{where}.role is {_shortened(role)!r}; it must be one of {', '.join(ROLES)}, or another role that the "
+            f"{where}.role={_shortened(role)!r} must be one of {', '.join(ROLES)}, or another role that the "
             "chat template accepts, with at most 64 letters, digits, '_', '-' and '.'"
         )
     content = message.get("content")

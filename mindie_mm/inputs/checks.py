@@ -51,7 +51,7 @@ def whole(value: Any) -> Any:
 def shown(number: float) -> str:
     """Return a number as text for an error message. By default, Python cannot print integers of thousands of digits."""
     if isinstance(number, int) and number.bit_length() > 256:
-        return f"an integer of {number.bit_length()} bits"
+        return f"<integer of {number.bit_length()} bits>"
     return str(number)
 
 

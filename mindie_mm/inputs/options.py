@@ -69,11 +69,11 @@ def parse_options(kind: Kind, given: Mapping[str, Any], where: str, *, strict: b
             continue
         if name == "detail":
             if value not in _DETAILS:
-                raise InputError(f"{where}.detail is {value!r}; it must be one of {', '.join(_DETAILS)}")
+                raise InputError(f"{where}.detail={value!r} must be one of {', '.join(_DETAILS)}")
             values[name] = value
         elif name == "use_audio_in_video":
             if not isinstance(value, bool):
-                raise InputError(f"{where}.{name} is {value!r}; it must be true or false")
+                raise InputError(f"{where}.{name}={value!r} must be true or false")
             values[name] = value
         elif name in {"fps", "sample_fps"}:
             values[name] = _number(value, _MIN_FPS, _MAX_FPS, f"{where}.{name}")
@@ -99,18 +99,18 @@ def _require_order(options: MediaOptions, where: str) -> None:
 def _integer(value: Any, low: int, high: int, where: str) -> int:
     value = whole(value)
     if isinstance(value, bool) or not isinstance(value, int):
-        raise InputError(f"{where} is {value!r}; it must be an integer from {low} to {high}")
+        raise InputError(f"{where}={value!r} must be an integer from {low} to {high}")
     if not low <= value <= high:
-        raise InputError(f"{where} is {shown(value)}; it must be from {low} to {high}")
+        raise InputError(f"{where}={shown(value)} must be from {low} to {high}")
     return value
 
 
 def _number(value: Any, above: float, high: float, where: str) -> float:
     value = python_number(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise InputError(f"{where} is {value!r}; it must be a number")
+        raise InputError(f"{where}={value!r} must be a number")
     if not above < value <= high:
-        raise InputError(f"{where} is {shown(value)}; it must be above {above:g} and at most {high:g}")
+        raise InputError(f"{where}={shown(value)} must be above {above:g} and at most {high:g}")
     return float(value)
 
 

@@ -182,7 +182,7 @@ def _declared(part: Mapping[str, Any], where: str) -> str | None:
         raise InputError(f"{where}.type is {type_of(declared)}; it must be a string")
     if declared not in _TYPES:
         _refuse_foreign(part, where)
-        raise InputError(f"{where}.type is {declared[:_MAX_TYPE]!r}; it must be one of {', '.join(_TYPES)}")
+        raise InputError(f"{where}.type={declared[:_MAX_TYPE]!r} must be one of {', '.join(_TYPES)}")
     return _DECLARED.get(declared, declared)
 
 

@@ -40,11 +40,11 @@ def template_variables(
     """
     if tool_choice not in (None, "auto", "none"):
         raise InputError(
-            f"tool_choice is {tool_choice!r}; it must be 'auto' or 'none', because forced tool calls are not supported",
+            f"tool_choice={tool_choice!r} must be 'auto' or 'none', because forced tool calls are not supported",
             param="tool_choice",
         )
     if not isinstance(reasoning_effort, str | None):
-        raise InputError(f"reasoning_effort is {reasoning_effort!r}; it must be a string", param="reasoning_effort")
+        raise InputError(f"reasoning_effort={reasoning_effort!r} must be a string", param="reasoning_effort")
     variables = dict(given or {})
     if tools and tool_choice != "none":
         variables["tools"] = tools
@@ -81,7 +81,7 @@ def require_tools(tools: Sequence[Any] | None) -> None:
 def _require_tool(tool: Any, where: str) -> None:
     require_dict(tool, where)
     if (kind := tool.get("type")) != "function":
-        raise InputError(f"{where}.type is {kind!r}; it must be 'function'")
+        raise InputError(f"{where}.type={kind!r} must be 'function'")
     _require_function(tool.get("function"), f"{where}.function")
 
 

@@ -401,7 +401,7 @@ def unknown_keys(checkpoint: Checkpoint, family: type[Family]) -> str:
 def _require_types(weights: str, vision: Placement, projector: Placement, ends: Sequence[int] | None) -> None:
     """Raise InputError for an argument of `load_model` that has a wrong type or is unknown."""
     if not isinstance(weights, str) or weights not in ("auto", "int8"):
-        raise InputError(f"weights is {weights!r}; it must be auto or int8")
+        raise InputError(f"weights={weights!r} must be auto or int8")
     for name, placement in (("vision", vision), ("projector", projector)):
         if not isinstance(placement, Placement):
             raise InputError(f"{name} is a {type(placement).__name__}; it must be a Placement")
@@ -421,6 +421,6 @@ def _dtype(dtype: str | torch.dtype, checkpoint: Checkpoint, device: Device) -> 
 
 def _named(name: str) -> torch.dtype:
     if not isinstance(name, str) or name not in ("float32", "bfloat16", "float16"):
-        raise InputError(f"dtype is {name!r}; it must be float32, bfloat16 or float16")
+        raise InputError(f"dtype={name!r} must be float32, bfloat16 or float16")
     dtype: torch.dtype = getattr(torch, name)
     return dtype

@@ -82,7 +82,7 @@ def translate(checkpoint: Checkpoint) -> Checkpoint:
         ("n_embed", config["projector_config"]["n_embed"], text["hidden_size"]),
     ):
         if value != needed:
-            raise UnsupportedCheckpoint(f"{where}: projector_config.{name} is {value}; it must be {needed}")
+            raise UnsupportedCheckpoint(f"{where}: projector_config.{name}={value} must be {needed}")
     pixels = checkpoint.require("processor_config.json", ("patch_size", "downsample_ratio"))
     pixels = _PROCESSOR_KEYS.complete(pixels, f"{checkpoint.path}/processor_config.json")
     kept: dict[str, Any] = {

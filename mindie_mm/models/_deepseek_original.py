@@ -134,7 +134,7 @@ def check_aligner(config: Mapping[str, Any], tower: Mapping[str, Any], where: st
     params, width = config["aligner_config"]["params"], config["language_config"].get("hidden_size", 4096)
     for key, needed in (("input_dim", tower["hidden_size"]), ("n_embed", width)):
         if params[key] != needed:
-            raise UnsupportedCheckpoint(f"{where}: aligner_config.params.{key} is {params[key]}; it must be {needed}")
+            raise UnsupportedCheckpoint(f"{where}: aligner_config.params.{key}={params[key]} must be {needed}")
 
 
 def check_features(params: Mapping[str, Any], where: str) -> None:

@@ -200,14 +200,14 @@ def read_size(size: Any, where: str) -> tuple[int] | tuple[int, int]:
             return (edges["longest_edge"],)
         if edges.keys() == {"height", "width"}:
             return (edges["height"], edges["width"])
-    raise UnsupportedCheckpoint(f"{where}: size is {size!r}; it must have longest_edge, or height and width")
+    raise UnsupportedCheckpoint(f"{where}: size={size!r} must have longest_edge, or height and width")
 
 
 def tile_side(settings: Mapping[str, Any], where: str) -> int:
     """Return the side of a tile in pixels. Raise UnsupportedCheckpoint if max_image_size has no longest_edge."""
     size = settings["max_image_size"]
     if not isinstance(size, Mapping) or not isinstance(side := size.get("longest_edge"), int):
-        raise UnsupportedCheckpoint(f"{where}: max_image_size is {size!r}; it must have an integer longest_edge")
+        raise UnsupportedCheckpoint(f"{where}: max_image_size={size!r} must have an integer longest_edge")
     return side
 
 

@@ -147,7 +147,7 @@ def translated(checkpoint: Checkpoint) -> Checkpoint:
 
 def _section(config: Mapping[str, Any], name: str, where: str) -> Mapping[str, Any]:
     if not isinstance(section := config.get(name), Mapping):
-        raise UnsupportedCheckpoint(f"{where}: {name} in config.json is {section!r}; it must be an object")
+        raise UnsupportedCheckpoint(f"{where}: {name}={section!r} in config.json must be an object")
     return section
 
 

@@ -135,7 +135,7 @@ def _limits(size: Any, where: str) -> tuple[int, int]:
     if edges.keys() == {"longest_edge"}:
         edges = dict.fromkeys(("height", "width"), edges["longest_edge"])
     if edges.keys() != {"height", "width"}:
-        raise UnsupportedCheckpoint(f"{where}: size is {size!r}; it must have longest_edge, or height and width")
+        raise UnsupportedCheckpoint(f"{where}: size={size!r} must have longest_edge, or height and width")
     return int(edges["height"]), int(edges["width"])
 
 

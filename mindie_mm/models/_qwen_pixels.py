@@ -64,7 +64,7 @@ class PixelSettings:
         min_pixels = config.get("min_pixels") or size.get("shortest_edge")
         max_pixels = config.get("max_pixels") or size.get("longest_edge")
         if min_pixels is None or max_pixels is None:
-            raise UnsupportedCheckpoint(f"{where}: size is {size!r}; it must have shortest_edge and longest_edge")
+            raise UnsupportedCheckpoint(f"{where}: size={size!r} must have shortest_edge and longest_edge")
         settings = cls(
             min_pixels=min_pixels,
             max_pixels=max_pixels,

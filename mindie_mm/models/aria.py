@@ -58,7 +58,7 @@ class AriaProcessor(Processor):
         config = self.config = read_config("AriaConfig", checkpoint)
         if not isinstance(config.vision_feature_layer, int):
             raise UnsupportedCheckpoint(
-                f"{where}: vision_feature_layer is {config.vision_feature_layer}; it must be a single number, because "
+                f"{where}: vision_feature_layer={config.vision_feature_layer} must be a single number, because "
                 "the projector of the reference takes one layer"
             )
         self.feature_width = config.text_config.hidden_size

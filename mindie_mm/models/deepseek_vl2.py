@@ -162,7 +162,7 @@ class DeepseekVL2Processor(Processor):
         patch = settings["patch_size"]
         if patch != config["vision_config"]["patch_size"]:
             raise UnsupportedCheckpoint(
-                f"{checkpoint.path}/processor_config.json: patch_size is {patch!r}; it must equal patch_size in "
+                f"{checkpoint.path}/processor_config.json: patch_size={patch!r} must equal patch_size in "
                 f"vision_config ({config['vision_config']['patch_size']})"
             )
         self.side: int = -(-(self.size // patch) // 2)
@@ -390,7 +390,5 @@ def configuration(checkpoint: Checkpoint) -> dict[str, Any]:
         ("projector_config.n_embed", projector["n_embed"], language["hidden_size"], "decoder"),
     ):
         if actual != needed:
-            raise UnsupportedCheckpoint(
-                f"{where}: {name} is {actual!r}; it must be {needed!r}, the width of the {part}"
-            )
+            raise UnsupportedCheckpoint(f"{where}: {name}={actual!r} must be {needed!r}, the width of the {part}")
     return config

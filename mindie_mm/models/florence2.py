@@ -334,8 +334,7 @@ def _translated(checkpoint: Checkpoint) -> Checkpoint:
     width = text.get("d_model", 1024)
     if tower["projection_dim"] != width:
         raise UnsupportedCheckpoint(
-            f"{where}: vision_config.projection_dim is {tower['projection_dim']}; it must equal "
-            f"text_config.d_model ({width})"
+            f"{where}: vision_config.projection_dim={tower['projection_dim']} must equal text_config.d_model ({width})"
         )
     described = with_special_tokens(checkpoint.tokenizer_json(), _ADDED_TOKENS)
     known = {key: text[key] for key in _TEXT_KEYS if key in text}

@@ -73,7 +73,7 @@ class Gemma3Processor(Processor):
         if self._scanning and not 0 < self._most_crops <= self._least:
             # With more crops than the minimum size of a crop in pixels, the last crop could be empty.
             raise UnsupportedCheckpoint(
-                f"{where}: pan_and_scan_max_num_crops is {self._most_crops}; it must be between 1 and "
+                f"{where}: pan_and_scan_max_num_crops={self._most_crops} must be between 1 and "
                 f"pan_and_scan_min_crop_size ({self._least})"
             )
         self._start, image, self._end = (checkpoint.special_token(name) or text for name, text in _TOKENS.items())
@@ -190,7 +190,7 @@ def _check_text(text: Any, where: str) -> None:
     if text.sliding_window is None and "sliding_attention" in text.layer_types:
         raise UnsupportedCheckpoint(f"{where}: sliding_window is None, but layer_types has sliding_attention layers")
     if text.use_bidirectional_attention:
-        raise UnsupportedCheckpoint(f"{where}: use_bidirectional_attention is True; it must be False for a decoder")
+        raise UnsupportedCheckpoint(f"{where}: use_bidirectional_attention=True must be False for a decoder")
 
 
 class Gemma3Model(TowerModel):

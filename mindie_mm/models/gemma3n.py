@@ -96,7 +96,7 @@ class Gemma3nProcessor(OneSizeProcessor):
         check_settings(pixels, {"do_resize": True}, where)
         size = Size.read(pixels["size"], where, square=True)
         if size.fixed is None:
-            raise UnsupportedCheckpoint(f"{where}: size is {pixels['size']}; it must have a height and a width")
+            raise UnsupportedCheckpoint(f"{where}: size={pixels['size']} must have a height and a width")
         self.size, self.steps = size.fixed, Preprocess(size, resample_of(pixels, where))
         self.normalizations = {"image": Normalization.read(pixels)}
         settings = checkpoint.preprocessor("audio", {"Gemma3nAudioFeatureExtractor": _AUDIO})

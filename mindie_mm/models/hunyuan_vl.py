@@ -62,7 +62,7 @@ class HunYuanVLProcessor(QwenProcessor):
         sections = (config.text_config.rope_parameters or {}).get("mrope_section") or ()
         if len(sections) < _MIN_AXES:
             raise UnsupportedCheckpoint(
-                f"{checkpoint.path}: xdrope_section is {list(sections)}; it must have at least {_MIN_AXES} numbers"
+                f"{checkpoint.path}: xdrope_section={list(sections)} must have at least {_MIN_AXES} numbers"
             )
         # HunyuanOCR 1.5 and transformers have different names for these keys.
         before, after = (

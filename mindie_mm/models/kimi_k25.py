@@ -90,7 +90,7 @@ class _Sizes:
         size = settings["size"]
         height, width = (size.get(name) if isinstance(size, Mapping) else None for name in ("max_height", "max_width"))
         if height is None or height != width:
-            raise UnsupportedCheckpoint(f"{where}: size is {size!r}; it must have max_height and an equal max_width")
+            raise UnsupportedCheckpoint(f"{where}: size={size!r} must have max_height and an equal max_width")
         return cls(
             patch=settings["patch_size"],
             merge=merge,

@@ -93,7 +93,7 @@ class Lfm2VLProcessor(Processor):
         self._side: int = settings["tile_size"]
         if self._side % self._cell:
             raise UnsupportedCheckpoint(
-                f"{where}: tile_size is {self._side}; it must be a multiple of encoder_patch_size * downsample_factor "
+                f"{where}: tile_size={self._side} must be a multiple of encoder_patch_size * downsample_factor "
                 f"({self._cell})"
             )
         self._has_thumbnail: bool = settings["use_thumbnail"]

@@ -26,7 +26,7 @@ class Mistral3Processor(PixtralTowerProcessor):
         config = read_config(self.config_name, checkpoint)
         if not isinstance(config.vision_feature_layer, int):
             raise UnsupportedCheckpoint(
-                f"{checkpoint.path}: vision_feature_layer is {config.vision_feature_layer}; it must be a single "
+                f"{checkpoint.path}: vision_feature_layer={config.vision_feature_layer} must be a single "
                 "number, because the projector of the reference takes one layer"
             )
         if (text := config.text_config.model_type) not in _TEXT:

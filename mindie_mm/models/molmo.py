@@ -452,11 +452,10 @@ def configuration(checkpoint: Checkpoint) -> dict[str, Any]:
         config["embedding_size"] = config["vocab_size"]
     if config["vocab_size"] > config["embedding_size"]:
         raise UnsupportedCheckpoint(
-            f"{where}: vocab_size is {config['vocab_size']}; it must not exceed embedding_size "
-            f"({config['embedding_size']})"
+            f"{where}: vocab_size={config['vocab_size']} must not exceed embedding_size={config['embedding_size']}"
         )
     if config["clip_qkv"] is not None and config["clip_qkv"] <= 0:
-        raise UnsupportedCheckpoint(f"{where}: clip_qkv is {config['clip_qkv']!r}; it must be greater than 0")
+        raise UnsupportedCheckpoint(f"{where}: clip_qkv={config['clip_qkv']!r} must be greater than 0")
     tower = config["vision_backbone"]
     if tower["image_num_key_value_heads"] not in (None, tower["image_num_heads"]):
         raise UnsupportedCheckpoint(

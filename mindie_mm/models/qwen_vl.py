@@ -312,10 +312,10 @@ def configuration(checkpoint: Checkpoint) -> dict[str, Any]:
         )
     if visual["output_dim"] != width:
         raise UnsupportedCheckpoint(
-            f"{where}: visual.output_dim is {visual['output_dim']!r}; it must equal hidden_size ({width})"
+            f"{where}: visual.output_dim={visual['output_dim']!r} must equal hidden_size ({width})"
         )
     if math.isqrt(visual["n_queries"]) ** 2 != visual["n_queries"]:
-        raise UnsupportedCheckpoint(f"{where}: visual.n_queries is {visual['n_queries']}; it must be a square number")
+        raise UnsupportedCheckpoint(f"{where}: visual.n_queries={visual['n_queries']} must be a square number")
     return config
 
 

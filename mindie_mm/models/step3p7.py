@@ -110,7 +110,7 @@ class Step3p7Processor(Processor):
         check_settings(settings, {"vision_patch_size": vision.patch_size, "downsampler_stride": 4}, where)
         size = settings["size"]
         if not isinstance(size, Mapping) or size.get("height") != size.get("width") or size.get("height") is None:
-            raise UnsupportedCheckpoint(f"{where}: size is {size!r}; it must have height and an equal width")
+            raise UnsupportedCheckpoint(f"{where}: size={size!r} must have height and an equal width")
         self.side: int = size["height"]
         self.crop_side: int = settings["patch_size"]
         self._most_pixels: int = settings["max_image_size"]

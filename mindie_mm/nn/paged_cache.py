@@ -117,7 +117,7 @@ class PagedCache:
         for layer in layers:
             if isinstance(layer, KVLayer) and layer.chunk_size is not None and layer.chunk_size % block_size:
                 raise InputError(
-                    f"kv_block_size is {block_size}; it must divide {layer.chunk_size}, the size of the chunks in "
+                    f"kv_block_size={block_size} must divide {layer.chunk_size}, the size of the chunks in "
                     "which this model computes attention"
                 )
         wanted: dict[tuple[int, int], list[tuple[int, int]]] = {}  # (layer, 0 for keys or 1 for values) by size

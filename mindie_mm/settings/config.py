@@ -137,7 +137,7 @@ class EngineConfig:
         for name in ("vision_bits", "projector_bits"):
             if (bits := getattr(self, name)) not in (None, 16, 32):
                 raise InputError(
-                    f"{name} is {bits}; it must be 16 or 32. To run a part in fewer bits, use a checkpoint "
+                    f"{name}={bits} must be 16 or 32. To run a part in fewer bits, use a checkpoint "
                     "in which this part is quantized"
                 )
 
@@ -291,7 +291,7 @@ class WorkerConfig:
         for text in self.lora:
             name, _, folder = text.partition("=")
             if not folder.strip():
-                raise InputError(f"lora is {text!r}; it must be NAME=FOLDER, such as sql=/adapters/sql")
+                raise InputError(f"lora={text!r} must be NAME=FOLDER, such as sql=/adapters/sql")
             if (name := lora_name(name)) in folders:
                 raise InputError(f"lora gives the name {name!r} twice; give each adapter its own name")
             folders[name] = absolute(folder)
@@ -502,7 +502,7 @@ class ServiceConfig:
         if self.accept_handles and self.uds is None:
             raise InputError("accept_handles is on, but uds is not set; set uds, or leave accept_handles out")
         if self.max_spool_bytes < self.max_media_bytes:
-            raise InputError(f"max_spool_bytes is {self.max_spool_bytes}; it must be at least {self.max_media_bytes}")
+            raise InputError(f"max_spool_bytes={self.max_spool_bytes} must be at least {self.max_media_bytes}")
         if not all(map(is_key, self.api_key)):
             raise InputError(
                 "an api_key is empty or has a character that an HTTP header cannot have; use printable ASCII"
@@ -539,7 +539,7 @@ def _require_front(config: ServiceConfig) -> None:
         raise InputError("ssl_keyfile is set, but ssl_certfile is not; set both")
     if config.root_path is not None and not _ROOT_PATH.fullmatch(config.root_path):
         raise InputError(
-            f"root_path is {config.root_path!r}; it must begin with a slash and end without one, such as /mm, and "
+            f"root_path={config.root_path!r} must begin with a slash and end without one, such as /mm, and "
             "have letters, digits and . _ ~ -"
         )
 
@@ -550,11 +550,13 @@ def _require_origin(origin: str) -> None:
     port = parts[3] if parts is not None else None
     if origin != "*" and (parts is None or (port not in (None, "*") and int(port or 0) > 65535)):
         raise InputError(
-            f"cors_origin is {origin!r}; it must be * or an origin such as https://example.org, in lower-case "
+            f"cors_origin={origin!r} must be * or an origin such as https://example.org, in lower-case "
             "ASCII (xn--), without a trailing slash. It may end with a port, or with :* for any port"
         )
     if parts is not None and port is not None and port == _DEFAULT_PORTS.get(parts[1]):
-        raise InputError(f"cors_origin is {origin!r}; leave out :{port}, because browsers omit the port of {parts[1]}")
+        raise InputError(
+            f"cors_origin={origin!r} must not end with :{port}, because browsers omit the port of {parts[1]}"
+        )
 
 
 def _require_url(name: str, url: str) -> None:
@@ -568,7 +570,7 @@ def _require_url(name: str, url: str) -> None:
             f"{name} has a user name or a query, which may be secret; remove it, because settings are logged"
         )
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise InputError(f"{name} is {url!r}; it must be an http or https URL")
+        raise InputError(f"{name}={url!r} must be an http or https URL")
 
 
 def require_media_dir(config: ServiceConfig) -> None:

@@ -74,8 +74,9 @@ def converted(name: str, value: object, hint: Any, *, strict: bool = True, secre
             return msgspec.convert(_entries(value), hint, strict=False)
         return msgspec.convert(value, hint, strict=strict, dec_hook=_path)
     except (msgspec.ValidationError, AttributeError, TypeError, ValueError) as error:  # msgspec may raise any of them
-        message = f"of type {type(value).__name__}" if secret or not isinstance(value, _SHOWN) else repr(value)
-        raise InputError(f"{name} is {message}; it must be {_wanted(hint)}") from error
+        is_shown = isinstance(value, _SHOWN) and not secret
+        found = f"{name}={value!r}" if is_shown else f"{name} is of type {type(value).__name__}; it"
+        raise InputError(f"{found} must be {_wanted(hint)}") from error
 
 
 def require(settings: Any) -> None:

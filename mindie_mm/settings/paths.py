@@ -89,7 +89,7 @@ def require_path(value: str | os.PathLike[str]) -> Path:
 def local(name: str, path: str | os.PathLike[str]) -> Path:
     """Return the argument `name` as an absolute path. Raise InputError if it is empty, a URL or not a path."""
     if isinstance(path, str) and (not path or is_url(path)):
-        raise InputError(f"{name} is {shown_url(path)!r}; it must be the path of a local file or folder")
+        raise InputError(f"{name}={shown_url(path)!r} must be the path of a local file or folder")
     require_no_broken_url(name, path)
     return absolute(path)
 

@@ -94,7 +94,7 @@ class Tokenizer:
 
         """
         if not isinstance(wire, Store) and not (isinstance(wire, str) and wire in get_args(WireName)):
-            raise InputError(f"wire is {wire!r}; it must be one of {', '.join(get_args(WireName))}")
+            raise InputError(f"wire={wire!r} must be one of {', '.join(get_args(WireName))}")
         if not isinstance(arena, Arena | None):
             raise InputError(f"arena is {type_of(arena)}; it must be an Arena")
         if not isinstance(caps, MediaCaps | None):
@@ -106,7 +106,7 @@ class Tokenizer:
                 f"arena is given, but the wire {wire!r} stores every array in its own segment; leave arena out"
             )
         if decoders and wire == "mindie":
-            raise InputError(f"decoders is {decoders}; it must be 0 with the wire {wire!r}, which has no arena")
+            raise InputError(f"decoders={decoders} must be 0 with the wire {wire!r}, which has no arena")
         limits = converted(
             "limit_mm_per_prompt", {} if limit_mm_per_prompt is None else limit_mm_per_prompt, PromptLimits
         )

@@ -123,8 +123,9 @@ def check_beams(width: Any, length_penalty: Any, max_tokens: Any, *, name: str) 
     )
     for setting, value, types, low, high in limits:
         if type(value) not in types or not low <= value <= high:
-            given = shown(value) if isinstance(value, int | float) else f"of type {type(value).__name__}"
-            message = f"{setting} is {given}; for a beam search, it must be in [{low}, {high}]"
+            is_number = isinstance(value, int | float)
+            found = f"{setting}={shown(value)}" if is_number else f"{setting} is of type {type(value).__name__}; it"
+            message = f"{found} must be in [{low}, {high}] for a beam search"
             raise InputError(message, param=setting)
 
 

@@ -120,7 +120,7 @@ class Embedder:
             require_switches(normalize=params.normalize)
         if (number := python_number(whole(params.dimensions))) is not None:
             if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= self.size:
-                raise InputError(f"dimensions is {number!r}; it must be in [1, {self.size}]", param="dimensions")
+                raise InputError(f"dimensions={number!r} must be in [1, {self.size}]", param="dimensions")
             if self.matryoshka is not None and number not in (*self.matryoshka, self.size):
                 supported = ", ".join(map(str, self.matryoshka))
                 raise InputError(

@@ -570,7 +570,7 @@ class LLM:
 
 def _require_on_error(on_error: Any) -> None:
     if not isinstance(on_error, str) or on_error not in get_args(OnError):
-        raise InputError(f"on_error is {on_error!r}; it must be 'raise' or 'return'")
+        raise InputError(f"on_error={on_error!r} must be 'raise' or 'return'")
 
 
 def _successful(outputs: Sequence[T | MindieMMError]) -> list[T]:

@@ -115,9 +115,9 @@ class Requests:
             text = f"custom_id has {len(request.custom_id)} characters; it must have 1 to {_MAX_ID}"
             self._note("invalid_custom_id", text, number, "custom_id")
         if request.method != "POST":
-            self._note("invalid_method", f"method is {request.method[:40]!r}; it must be POST", number, "method")
+            self._note("invalid_method", f"method={request.method[:40]!r} must be POST", number, "method")
         if request.url != endpoint:
-            text = f"url is {request.url[:40]!r}; it must be the endpoint of the batch, {endpoint}"
+            text = f"url={request.url[:40]!r} must be the endpoint of the batch, {endpoint}"
             self._note("mismatched_endpoint", text, number, "url")
         if body.stream:
             self._note("invalid_request", "stream is not supported in a batch; leave it out", number, "body.stream")

@@ -139,7 +139,7 @@ class Incoming:
     def _require_order(self, params: SamplingParams) -> None:
         """Raise InputError if the request sets a priority although the scheduling policy ignores priorities."""
         if params.priority and self.service.config.scheduling_policy != "priority":
-            message = f"priority is {params.priority}; it must be 0 unless --scheduling-policy priority is set"
+            message = f"priority={params.priority} must be 0 unless --scheduling-policy priority is set"
             raise InputError(message, param="priority")
 
     def answered(

@@ -100,7 +100,7 @@ def _window_s(window: str) -> int:
     assert re.match(_WINDOW, window)
     window_s = int(window[:-1]) * _UNITS_S[window[-1]]
     if window_s > BATCH_FILES_S:
-        raise InputError(f"completion_window is {window}; it must be at most 30d", param="completion_window")
+        raise InputError(f"completion_window={window} must be at most 30d", param="completion_window")
     return window_s
 
 

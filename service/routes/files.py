@@ -72,8 +72,8 @@ async def upload(request: Request, incoming: IncomingDep) -> Response:
 def _purpose(received: Upload) -> str:
     purpose = received.field("purpose")
     if purpose not in PURPOSES:
-        given = "missing" if purpose is None else repr(purpose[:_MAX_SHOWN])
-        raise InputError(f"purpose is {given}; it must be {' or '.join(PURPOSES)}", param="purpose")
+        found = "purpose is missing; it" if purpose is None else f"purpose={purpose[:_MAX_SHOWN]!r}"
+        raise InputError(f"{found} must be {' or '.join(PURPOSES)}", param="purpose")
     return purpose
 
 
@@ -88,7 +88,7 @@ def _expires_after(received: Upload, purpose: str) -> int | None:
         raise InputError("expires_after[seconds] must be a whole number of seconds", param="expires_after")
     if not _MIN_EXPIRY_S <= int(seconds) <= _MAX_EXPIRY_S:
         raise InputError(
-            f"expires_after[seconds] is {int(seconds)}; it must be from {_MIN_EXPIRY_S} to {_MAX_EXPIRY_S}",
+            f"expires_after[seconds]={int(seconds)} must be from {_MIN_EXPIRY_S} to {_MAX_EXPIRY_S}",
             param="expires_after",
         )
     return int(seconds)

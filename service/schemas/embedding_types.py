@@ -131,7 +131,7 @@ class EmbeddingBody(PoolingBody):
     def prompt_options(self) -> PromptOptions:
         """Rules for texts, and for truncating inputs. Raise InputError if an input would lose all tokens."""
         if self.truncate_prompt_tokens == 0:
-            message = "truncate_prompt_tokens is 0; it must be -1 or at least 1"
+            message = "truncate_prompt_tokens=0 must be -1 or at least 1"
             raise InputError(message, param="truncate_prompt_tokens")
         return PromptOptions(
             cut_to=self.truncate_prompt_tokens or 0,

@@ -68,7 +68,7 @@ class ExtraFields(Settings):
     def check_extra(self, *, stream: bool) -> None:
         """Raise InputError for a value that is not supported."""
         if self.truncate_prompt_tokens == 0:
-            message = "truncate_prompt_tokens is 0; it must be -1 or at least 1"
+            message = "truncate_prompt_tokens=0 must be -1 or at least 1"
             raise InputError(message, param="truncate_prompt_tokens")
         if stream and self.prompt_logprobs is not None:
             message = "prompt_logprobs are not supported in a stream; set stream to false or leave prompt_logprobs out"
@@ -78,7 +78,7 @@ class ExtraFields(Settings):
                 message = f"{name} is not supported with use_beam_search; leave one of them out"
                 raise InputError(message, param=name)
         elif self.length_penalty not in (None, 1):
-            message = f"length_penalty is {self.length_penalty}; without use_beam_search, it must be 1"
+            message = f"length_penalty={self.length_penalty} must be 1 without use_beam_search"
             raise InputError(message, param="length_penalty")
 
     def same(self, *names: str) -> Any:

@@ -73,7 +73,7 @@ class ToolUse:
             name = function_call.get("name") if isinstance(function_call, Mapping) else None
             if not isinstance(name, str):
                 raise InputError(
-                    f"function_call is {_shown(function_call)}; it must be 'none', 'auto' or {{\"name\": ...}}",
+                    f"function_call={_shown(function_call)} must be 'none', 'auto' or {{\"name\": ...}}",
                     param="function_call",
                 )
             _require_listed([name], names, "function_call", "a function")
@@ -177,7 +177,7 @@ def _require_listed(chosen: Sequence[str], names: Sequence[str], field: str, wha
 
 def _choice(given: Any) -> tuple[Literal["none", "auto", "required"], str | None, Sequence[str] | None]:
     """Return the mode, the name of the only tool to call or None, and the names of the tools to offer (None: all)."""
-    error = InputError(f"tool_choice is {_shown(given)}; it must be {_FORMS}", param="tool_choice")
+    error = InputError(f"tool_choice={_shown(given)} must be {_FORMS}", param="tool_choice")
     if given is None:
         return "auto", None, None
     if isinstance(given, str):

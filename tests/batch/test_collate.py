@@ -77,13 +77,13 @@ def test_wrong_batches_are_refused(dataset: Dataset) -> None:
         dataset.collate(dataset[:], labels="assistant")
     with pytest.raises(InputError, match=r"a sample has \d+ tokens, but packing is 9, the number of tokens of a row"):
         dataset.collate(dataset[:], packing=9)
-    with pytest.raises(InputError, match="packing is -1; it must be a number of tokens, or 0"):
+    with pytest.raises(InputError, match="packing=-1 must be a number of tokens, or 0"):
         dataset.collate(dataset[:], packing=-1)
-    with pytest.raises(InputError, match="padding is 'top'; it must be left or right"):
+    with pytest.raises(InputError, match="padding='top' must be left or right"):
         dataset.collate(dataset[:], padding="top")
     with pytest.raises(InputError, match="samples is empty; it must have at least one"):
         dataset.collate([])
-    with pytest.raises(InputError, match="labels is 'none'; it must be assistant, all or None"):
+    with pytest.raises(InputError, match="labels='none' must be assistant, all or None"):
         dataset.collate(dataset[:], labels="none")
 
 
@@ -94,14 +94,14 @@ def test_wrong_batches_are_refused(dataset: Dataset) -> None:
         ({"samples": "ab"}, r"samples\[0\] is of type str"),
         ({"samples": 7}, "samples is of type int; it must be a list of samples"),
         ({"samples": []}, "samples is empty"),
-        ({"packing": 64.0}, "packing is 64.0; it must be a number of tokens"),
-        ({"packing": "64"}, "packing is '64'; it must be a number of tokens"),
-        ({"packing": None}, "packing is None; it must be a number of tokens"),
-        ({"packing": True}, "packing is True; it must be a number of tokens"),
-        ({"padding": np.zeros(2)}, "padding is .*; it must be left or right"),
-        ({"padding": 1}, "padding is 1; it must be left or right"),
-        ({"labels": ["all"]}, r"labels is \['all'\]; it must be assistant, all or None"),
-        ({"labels": np.zeros(2)}, "labels is .*; it must be assistant, all or None"),
+        ({"packing": 64.0}, "packing=64.0 must be a number of tokens"),
+        ({"packing": "64"}, "packing='64' must be a number of tokens"),
+        ({"packing": None}, "packing=None must be a number of tokens"),
+        ({"packing": True}, "packing=True must be a number of tokens"),
+        ({"padding": np.zeros(2)}, "padding=.* must be left or right"),
+        ({"padding": 1}, "padding=1 must be left or right"),
+        ({"labels": ["all"]}, r"labels=\['all'\] must be assistant, all or None"),
+        ({"labels": np.zeros(2)}, "labels=.* must be assistant, all or None"),
     ],
 )
 def test_arguments_of_another_type_are_refused(dataset: Dataset, wrong: dict[str, Any], why: str) -> None:

@@ -94,7 +94,7 @@ def test_places_of_several_media_keep_their_order() -> None:
         ({"prompt": [], "completion": [ANSWER]}, "the row's prompt is an empty list"),
         ({"texts": ["What?"], "images": ["a.png"]}, "the row's texts is of type list; it must be a list of objects"),
         ({"conversations": "What?", "id": 1}, "the row's conversations is of type str"),
-        ({"file_name": "a.xyz", "text": "What?"}, "file_name is 'a.xyz'; it must be the name of a media file"),
+        ({"file_name": "a.xyz", "text": "What?"}, "file_name='a.xyz' must be the name of a media file"),
     ],
 )
 def test_a_conversation_that_cannot_be_whole_fails_its_row(row: dict[str, Any], why: str) -> None:

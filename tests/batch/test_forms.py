@@ -262,8 +262,8 @@ ATTACKS: Sequence[tuple[bytes, str]] = (
     (b'{"inputs": [{"image": "http://127.0.0.1:9/a.jpg"}]}', "address is not public"),
     (b'{"inputs": "[{]"}', "not JSON"),
     (b'{"inputs": [], "text": "a"}', "which conflict; give inputs, or messages, or text"),
-    (b'{"text": null}', "it must have inputs, messages, or"),
-    (b"{}", "it must have inputs, messages, or"),
+    (b'{"text": null}', "must have inputs, messages, or"),
+    (b"{}", "must have inputs, messages, or"),
     (b"[null]", "must be a dict"),
 )
 

@@ -44,9 +44,9 @@ def test_any_number_of_ranks_resumes_an_epoch(num_ranks: int, consumed: int, dat
 
 
 def test_wrong_numbers_and_a_wrong_list_of_errors_are_refused(dataset: Dataset, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"rank is 2; it must be at least 0 and less than num_ranks \(2\)"):
+    with pytest.raises(InputError, match=r"rank=2 must be at least 0 and less than num_ranks=2"):
         dataset.order(rank=2, num_ranks=2)
-    with pytest.raises(InputError, match="consumed is 39; it must be from 0 to 38"):
+    with pytest.raises(InputError, match="consumed=39 must be from 0 to 38"):
         dataset.order(consumed=39)
     for content, reason in (("", "has 0 rows, but 2 rows failed"), ("{", "is damaged")):
         (tmp_path / "errors.jsonl").write_text(content)
@@ -57,6 +57,6 @@ def test_wrong_numbers_and_a_wrong_list_of_errors_are_refused(dataset: Dataset, 
 @pytest.mark.parametrize("name", ["seed", "epoch", "consumed", "rank", "num_ranks"])
 @pytest.mark.parametrize("value", ["1", 1.0, None, True, [1]])
 def test_numbers_of_another_type_are_refused_by_the_call(name: str, value: Any, dataset: Dataset) -> None:
-    with pytest.raises(InputError, match=f"^{name} is .*; it must be an integer"):
+    with pytest.raises(InputError, match=f"^{name}(=| is ).* must be an integer"):
         dataset.order(**{name: value})
     assert [*dataset.order(**{"num_ranks": 2, name: np.int64(1)})] == [*dataset.order(**{"num_ranks": 2, name: 1})]

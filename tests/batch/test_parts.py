@@ -95,7 +95,7 @@ def test_what_is_not_all_parts_of_one_run_is_not_merged(rows: Path, tmp_path: Pa
 @pytest.mark.parametrize("part", ["0/2", "3/2", "1", "a/b", "1/0"])
 def test_a_part_that_does_not_exist_is_refused(part: str, rows: Path, tmp_path: Path) -> None:
     refused = invoke("tokenize", rows, "--output", tmp_path / "run", "--part", part)
-    assert (refused.exit_code, f"part is {part!r}; it must be i/n" in refused.stderr) == (2, True)
+    assert (refused.exit_code, f"part={part!r} must be i/n" in refused.stderr) == (2, True)
     assert not (tmp_path / "run").exists()
 
 

@@ -247,7 +247,7 @@ def test_generate_refuses_to_append_to_answers_of_another_call(folder: Path, tmp
         ),
         (["--tokenized", str(folder), *arguments, "--output", str(copy)], f"there is no {copy}.origin.json"),
         (["--tokenized", str(folder), *arguments, "--output", "-"], "is not supported, because an interrupted run"),
-        (["--tokenized", str(folder), *arguments, "--temperature", "-1"], "temperature is -1.0; it must be in"),
+        (["--tokenized", str(folder), *arguments, "--temperature", "-1"], "temperature=-1.0 must be in"),
     ):
         refused = CliRunner().invoke(main, ["generate", *other])
         assert (refused.exit_code, differing in refused.stderr) == (2, True), refused.stderr

@@ -208,7 +208,7 @@ def test_urls_with_secrets_are_refused_and_not_shown(url: str, tmp_path: Path) -
         refused = CliRunner().invoke(main, command)
         assert (refused.exit_code, "a URL; give the path of a local" in refused.stderr) == (2, True), refused.output
         assert "secret" not in refused.output
-    with pytest.raises(InputError, match="it must be the path of a local file or folder") as failure:
+    with pytest.raises(InputError, match="must be the path of a local file or folder") as failure:
         local("output", url)
     assert "secret" not in str(failure.value)
     assert [*tmp_path.iterdir()] == [lines]

@@ -109,7 +109,7 @@ def test_generate_answers_batch_lines_and_rows_with_their_own_sampling(tmp_path:
     assert json.loads(call.function.arguments) in ({"colour": "red"}, {"colour": "blue"})
     lengths = [line["response"]["body"]["usage"]["prompt_tokens"] for line in (eight, nine, ten)]
     assert lengths[0] == lengths[2] < lengths[1], "the tools are part of the prompt, unless they must not be called"
-    assert "tool_choice is 'sometimes'; it must be 'none', 'auto', 'required'" in eleven["error"]["message"]
+    assert "tool_choice='sometimes' must be 'none', 'auto', 'required'" in eleven["error"]["message"]
     assert twelve["error"]["message"] == "audio is not supported", "as in the service"
     assert thirteen["error"]["message"] == "images is not supported; use image_url parts in messages"
     assert fourteen["response"]["body"]["usage"]["completion_tokens"] == 2

@@ -257,7 +257,7 @@ def test_tools_of_a_table_are_the_same_without_nulls(handy: str, tmp_path: Path)
 
 REFUSED: Sequence[tuple[dict[str, Any], str]] = [
     ({"tools": TOOLS}, "not supported: the model's chat template does not use tools"),
-    ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice is 'required'; it must be 'auto' or 'none'"),
+    ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice='required' must be 'auto' or 'none'"),
     ({"tools": 5}, "the row's tools: the value must be a list"),
     ({"tools": ["weigh"]}, "the row's tools: [0] must be an object"),
     ({"tools": "weigh"}, "the row's tools is not JSON"),

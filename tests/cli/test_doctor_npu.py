@@ -433,7 +433,7 @@ def test_configured_hccl_ports_are_checked(tree, monkeypatch):
     monkeypatch.setenv("HCCL_IF_BASE_PORT", "50000")
     assert only(tree).advice == "sysctl -w net.ipv4.ip_local_reserved_ports=50000-50031"
     monkeypatch.setenv("HCCL_IF_BASE_PORT", "65530")
-    assert "it must be from 1024 to 65520" in only(tree).found
+    assert "must be from 1024 to 65520" in only(tree).found
     monkeypatch.setenv("HCCL_HOST_SOCKET_PORT_RANGE", "auto")
     assert problems(tree) == {}
     monkeypatch.setenv("HCCL_HOST_SOCKET_PORT_RANGE", "60000,60010-60020")

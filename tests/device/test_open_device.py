@@ -38,7 +38,7 @@ def test_auto_says_once_why_an_installed_accelerator_is_not_used(monkeypatch, ca
     "name", ["gpu", "gpu:1", "CPU", "cpu:", "cpu:00", "cpu:-1", "cpu:x", "cpu:0 ", "auto:0", "", "cpu:12345"]
 )
 def test_a_wrong_name_is_refused(name):
-    with pytest.raises(InputError, match=f"device is '{name}'; it must be one of auto, npu, cuda, cpu, or a name with"):
+    with pytest.raises(InputError, match=f"device='{name}' must be one of auto, npu, cuda, cpu, or a name with"):
         open_device(name)
 
 

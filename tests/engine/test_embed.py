@@ -157,16 +157,16 @@ def test_settings_of_an_embedding(last: LLM, reference: qwen3_vl.Reference, plai
 
 def test_wrong_settings_are_refused(last: LLM) -> None:
     for params, message in (
-        (PoolingParams(dimensions=0), r"dimensions is 0; it must be in \[1, 64\]"),
-        (PoolingParams(dimensions=65), r"dimensions is 65; it must be in \[1, 64\]"),
-        (PoolingParams(dimensions="8"), r"dimensions is '8'"),  # type: ignore[arg-type]
+        (PoolingParams(dimensions=0), r"dimensions=0 must be in \[1, 64\]"),
+        (PoolingParams(dimensions=65), r"dimensions=65 must be in \[1, 64\]"),
+        (PoolingParams(dimensions="8"), r"dimensions='8'"),  # type: ignore[arg-type]
         (PoolingParams(normalize=1), "normalize"),  # type: ignore[arg-type]
         (PoolingParams(prompt_name="none"), "prompt_name is 'none'; the checkpoint's instructions are query, other"),
         ({"dimensions": 8}, "params is of type dict; it must be PoolingParams"),
     ):
         with pytest.raises(InputError, match=message):
             last.embed("text", params)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="on_error is 'skip'"):
+    with pytest.raises(InputError, match="on_error='skip'"):
         last.embed("text", on_error="skip")  # type: ignore[arg-type]
     long, short = last.embed(["a" * 100_000, "a"], on_error="return")
     assert isinstance(long.error, ContextLengthExceeded)

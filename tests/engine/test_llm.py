@@ -204,8 +204,8 @@ def test_an_unexpected_exception_does_not_fail_the_others(llm, monkeypatch):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"temperature": -1}, "temperature is -1; it must be in"),
-        ({"max_tokens": "5"}, "max_tokens is '5': it must be an integer, not a string"),
+        ({"temperature": -1}, "temperature=-1 must be in"),
+        ({"max_tokens": "5"}, "max_tokens='5' must be an integer, not a string"),
         ({"stop": None}, "stop must be a list, not null"),
         ({"stop": (1,)}, r"stop\[0\] must be a string, not an integer"),
         ({"stop_token_ids": (10**6,)}, "stop_token_ids has token id 1000000"),

@@ -108,7 +108,7 @@ def test_unknown_names_and_wrong_arguments_are_refused(llm):
         llm.generate("Hi", GREEDY, lora="sql")
     with pytest.raises(InputError, match="lora has 1 names for 2 inputs"):
         llm.generate(["Hi", "Ho"], GREEDY, lora=["text 1"])
-    with pytest.raises(InputError, match="it must be the name of an adapter, or a list"):
+    with pytest.raises(InputError, match="must be the name of an adapter, or a list"):
         llm.generate("Hi", GREEDY, lora=3)
     with pytest.raises(InputError, match="as an element; it must be the name of an adapter or None"):
         llm.generate("Hi", GREEDY, lora=[3])
@@ -117,7 +117,7 @@ def test_unknown_names_and_wrong_arguments_are_refused(llm):
 @pytest.mark.parametrize(
     ("loras", "message"),
     [
-        (["a"], "it must be a dict"),
+        (["a"], "must be a dict"),
         ({"": "/tmp"}, "must have 1 to 256 printable characters"),
         ({" a": "/tmp"}, "no space at its ends"),
         ({"a=b": "/tmp"}, "no = and"),
@@ -134,8 +134,8 @@ def test_wrong_adapters_are_refused_at_the_start(loras, message):
 @pytest.mark.parametrize(
     ("lora", "message"),
     [
-        (("sql",), "lora is 'sql'; it must be NAME=FOLDER, such as sql="),
-        (("sql=",), "it must be NAME=FOLDER"),
+        (("sql",), "lora='sql' must be NAME=FOLDER, such as sql="),
+        (("sql=",), "must be NAME=FOLDER"),
         (("sql=/a", "sql=/b"), "lora gives the name 'sql' twice"),
     ],
 )

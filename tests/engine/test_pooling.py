@@ -180,7 +180,7 @@ def test_an_aborted_request_leaves_nothing(model, prompts):
 
 
 def test_pooling_generates_no_tokens():
-    with pytest.raises(InputError, match=r"pooling is 'last' and max_tokens is 4; with pooling, it must be 0"):
+    with pytest.raises(InputError, match=r"max_tokens=4 must be 0 with pooling='last'"):
         SamplingParams(max_tokens=4, pooling="last").check(10)
     with pytest.raises(InputError, match="pooling"):
         msgspec.structs.replace(SamplingParams(max_tokens=0), pooling="max").check(10)

@@ -106,7 +106,7 @@ def test_exactly_the_numbers_that_fit_the_schema_are_accepted(
         ({"type": "string", "minLength": 2**40}, "has minLength 1099511627776; the limit is"),
         ('{"maximum": 1e400}', "1e400 is not a finite number"),
         ('{"maximum": NaN}', "NaN is not a finite number"),
-        ('{"const": 1%s}' % ("0" * 4200), "has an integer of 13953 bits in const"),
+        ('{"const": 1%s}' % ("0" * 4200), "has <integer of 13953 bits> in const"),
         ('{"const": 1%s}' % ("0" * 5000), "is not valid JSON: an integer has more than 4300 digits"),
         ("[" * 5000 + "]" * 5000, "nested too deeply"),
     ],

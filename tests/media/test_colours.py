@@ -124,7 +124,7 @@ def test_the_transparent_colour_of_a_16_bit_png_is_matched():
 
 @pytest.mark.parametrize("colour", [(0, 0), (0, 0, 256), (0, -1, 0), "white", (0.5, 0, 0), None])
 def test_a_background_that_is_not_three_bytes_is_refused(colour):
-    message = r"rgba_background_color is .*; it must be a list of 3 elements, each an integer from 0 to 255"
+    message = r"rgba_background_color(=| is ).* must be a list of 3 elements, each an integer from 0 to 255"
     with pytest.raises(InputError, match=message):
         MediaCaps(rgba_background_color=colour)
 

@@ -176,7 +176,7 @@ class KeysContract:
         family = family_named(self.name)
         for name, values in mistyped_values(keys_of(self.name)):
             for value in values:
-                with pytest.raises(UnsupportedCheckpoint, match=re.escape(f"{name} is {value!r}; it must be ")):
+                with pytest.raises(UnsupportedCheckpoint, match=re.escape(f"{name}={value!r} must be ")):
                     family.processor(self.checkpoint(path, {name: value}))
 
     def test_keys_are_honoured_as_in_the_original(self, path: Path, base: Model) -> None:

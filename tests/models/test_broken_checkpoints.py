@@ -140,7 +140,7 @@ def test_contradictory_sizes_are_refused(copy):
 
 
 def test_an_unknown_dtype_is_refused(copy):
-    with pytest.raises(InputError, match="dtype is 'float8'"):
+    with pytest.raises(InputError, match="dtype='float8'"):
         load_model(copy, device="cpu", dtype="float8")
 
 

@@ -250,7 +250,7 @@ def test_the_published_configuration_is_understood(published):
             r"language_config\.hidden_size is 64; hidden_size at the top level is 48",
         ),
         ({"projector_config": {"projector_type": "mlp_gelu"}}, "projector_type is 'mlp_gelu'"),
-        ({"projector_config": {"input_dim": 64}}, "projector_config.input_dim is 64; it must be 32"),
+        ({"projector_config": {"input_dim": 64}}, "projector_config.input_dim=64 must be 32"),
         ({"vision_config": {"image_size": 640}}, "image_size is 640"),
     ],
     ids=str,

@@ -181,7 +181,7 @@ class TestDeepseekVL2Keys(DeepseekVL2Keys):
     def test_missing_keys_have_the_originals_defaults(self, path):
         own = self.checkpoint(path, {})
         del own.config["language_config"]["max_position_embeddings"], own.config["vision_config"]["width"]
-        with pytest.raises(UnsupportedCheckpoint, match=r"input_dim is 64; it must be 1024"):
+        with pytest.raises(UnsupportedCheckpoint, match=r"input_dim=64 must be 1024"):
             configuration(own)
         own.config["vision_config"]["width"] = 64
         found = configuration(own)["language_config"]
@@ -206,7 +206,7 @@ class TestDeepseekVL2Keys(DeepseekVL2Keys):
             family_named(self.name).processor(Checkpoint.open(tmp_path))
 
     def test_a_section_that_is_no_object_is_refused(self, path):
-        with pytest.raises(UnsupportedCheckpoint, match="language_config is 3; it must be an object"):
+        with pytest.raises(UnsupportedCheckpoint, match="language_config=3 must be an object"):
             configuration(self.checkpoint(path, {"language_config": 3}))
 
     def test_prompts_begin_with_the_tokenizers_bos_despite_config_json(self, path):

@@ -203,7 +203,7 @@ def test_blocks_without_two_positive_sizes_are_refused_from_the_settings(method,
     stated = {"weight_block_size": size, "config_groups": {"all": group}, "format": "float-quantized"}
     own = Checkpoint.open(random_checkpoint)
     settings = {"quantization_config": {"quant_method": method, **stated}}
-    with pytest.raises(UnsupportedCheckpoint, match="it must be two positive integers"):
+    with pytest.raises(UnsupportedCheckpoint, match="must be two positive integers"):
         format_of(replace(own, config={**own.config, **settings}))
 
 

@@ -234,8 +234,8 @@ class TestGemma3(ExtremeShapes, FamilyContract):
             (
                 "preprocessor_config",
                 {**SCAN, "pan_and_scan_max_num_crops": 21},
-                "max_num_crops is 21; it must be between 1 and",
+                "max_num_crops=21 must be between 1 and",
             ),
-            ("preprocessor_config", {**SCAN, "pan_and_scan_max_num_crops": 0}, "max_num_crops is 0"),
+            ("preprocessor_config", {**SCAN, "pan_and_scan_max_num_crops": 0}, "max_num_crops=0"),
         ]
     )

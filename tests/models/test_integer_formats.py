@@ -262,11 +262,11 @@ def test_damaged_tensors_are_named(name, changes, message, random_checkpoint, tm
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({**GPTQ, "bits": 3}, "bits is 3; it must be one of 2, 4, 8"),
-        ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),
+        ({**GPTQ, "bits": 3}, "bits=3 must be one of 2, 4, 8"),
+        ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format='marlin'"),
         ({**GPTQ, "dynamic": {"-:.*": {}}}, "the setting dynamic"),
-        ({**AWQ, "bits": 3}, "bits is 3; it must be 4"),
-        ({**AWQ, "version": "gemv"}, "version is 'gemv'; it must be gemm"),
+        ({**AWQ, "bits": 3}, "bits=3 must be 4"),
+        ({**AWQ, "version": "gemv"}, "version='gemv' must be gemm"),
         (compressed("marlin-24", Scheme(4)), "the format 'marlin-24' with 4 bits is not supported"),
         (compressed("pack-quantized", Scheme(3)), "with 3 bits is not supported"),
         ({"quant_method": "compressed-tensors"}, "config_groups has no group"),

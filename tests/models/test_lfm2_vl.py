@@ -136,7 +136,7 @@ class TestLfm2VL(FamilyContract):
         [
             ("preprocessor_config", {"encoder_patch_size": 8}, "encoder_patch_size is 8"),
             ("preprocessor_config", {"downsample_factor": 4}, "downsample_factor is 4"),
-            ("preprocessor_config", {"tile_size": 36}, r"tile_size is 36; it must be a multiple .*\(8\)"),
+            ("preprocessor_config", {"tile_size": 36}, r"tile_size=36 must be a multiple .*\(8\)"),
             ("preprocessor_config", {"min_tiles": 1}, "min_tiles is 1 and max_tiles is 4"),
             ("config", {"image_token_id": 7}, "image_token_id is 7, but the tokenizer's id"),
         ]

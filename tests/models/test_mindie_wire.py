@@ -407,7 +407,7 @@ def test_a_failed_prompt_leaves_no_segments(mindie, tmp_path):
 
 
 def test_an_unknown_wire_is_refused(random_checkpoint):
-    with pytest.raises(InputError, match="wire is 'psm'; it must be one of native, mindie"):
+    with pytest.raises(InputError, match="wire='psm' must be one of native, mindie"):
         Tokenizer.from_pretrained(random_checkpoint, wire="psm")
     with Arena.create(1 << 16) as arena, pytest.raises(InputError, match="arena is given"):
         Tokenizer.from_pretrained(random_checkpoint, wire="mindie", arena=arena)

@@ -227,7 +227,7 @@ def quantized(random_checkpoint, tmp_path_factory):
         ),
         (
             lambda folder: stored(folder, lambda parts: parts.update({f"{GATE}.input_scale": torch.zeros(1)})),
-            "input_scale is 0.0; it must be positive",
+            "input_scale=0.0 must be positive",
         ),
         (
             lambda folder: stored(folder, lambda parts: parts.update({f"{GATE}.weight": torch.zeros(2, 3)})),

@@ -183,5 +183,5 @@ class TestMolmoKeys(KeysContract):
         assert self.load(path, {"embedding_size": None}).spec.vocab_size == 640
 
     def test_a_clipping_value_must_be_positive(self, path):
-        with pytest.raises(UnsupportedCheckpoint, match=r"clip_qkv is -1"):
+        with pytest.raises(UnsupportedCheckpoint, match=r"clip_qkv=-1"):
             configuration(self.checkpoint(path, {"clip_qkv": -1}))

@@ -242,7 +242,7 @@ class TestOvis2Original(FamilyContract):
             ("preprocessor_config", {"do_center_crop": True}, "do_center_crop is True"),
             ("config", {"conversation_formatter_class": "GemmaConversationFormatter"}, "GemmaConversationFormatter"),
             ("config", {"llm_config": {"model_type": "gemma2"}}, "model_type is 'gemma2'"),
-            ("config", {"llm_config": None}, "llm_config in config.json is None"),
+            ("config", {"llm_config": None}, "llm_config=None in config.json must be"),
             (
                 "config",
                 {"visual_tokenizer_config": {**VISUAL, "model_type": "siglip_visual_tokenizer"}},

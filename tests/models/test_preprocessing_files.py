@@ -99,7 +99,7 @@ def test_settings_of_another_model_are_refused(folder):
 
 def test_size_limits_under_other_names_are_refused(folder):
     path = folder("qwen2_vl_ain", preprocessor_config={"size": {"max_pixels": 5000, "min_pixels": 4000}})
-    refused(path, "it must have shortest_edge and longest_edge")
+    refused(path, "must have shortest_edge and longest_edge")
 
 
 def test_an_earlier_name_of_an_image_processor_is_accepted(folder):

@@ -132,7 +132,7 @@ def test_blocks_that_do_not_divide_a_chunk_are_refused():
     layers = [KVLayer(2, HEAD_DIM), KVLayer(2, HEAD_DIM, chunk_size=8)]
     sizes = {"num_blocks": 2, "dtype": torch.float32, "device": CPU}
     PagedCache.allocate(layers, block_size=8, **sizes)
-    with pytest.raises(InputError, match="kv_block_size is 3; it must divide 8, the size of the chunks"):
+    with pytest.raises(InputError, match="kv_block_size=3 must divide 8, the size of the chunks"):
         PagedCache.allocate(layers, block_size=3, **sizes)
 
 

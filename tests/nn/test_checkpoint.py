@@ -90,12 +90,12 @@ def test_an_adapter_beside_the_weights_is_refused(tmp_path: Path, name: str) -> 
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        ({"hidden_size": -1}, "hidden_size is -1"),
-        ({"thinker_config": {"vision_config": {"num_heads": 0}}}, r"thinker_config\.vision_config\.num_heads is 0"),
-        ({"vision_config": {"patch_size": [14, 0]}}, r"vision_config\.patch_size is \[14, 0\]"),
+        ({"hidden_size": -1}, "hidden_size=-1"),
+        ({"thinker_config": {"vision_config": {"num_heads": 0}}}, r"thinker_config\.vision_config\.num_heads=0"),
+        ({"vision_config": {"patch_size": [14, 0]}}, r"vision_config\.patch_size=\[14, 0\]"),
     ],
 )
 def test_sizes_that_are_not_positive_are_refused(tmp_path, config, named):
     (tmp_path / "config.json").write_text(json.dumps(config | {"v_head_dim": 0, "head_dim": None}))
-    with pytest.raises(UnsupportedCheckpoint, match=f"config.json: {named}; it must be positive"):
+    with pytest.raises(UnsupportedCheckpoint, match=f"config.json: {named} must be positive"):
         Checkpoint.open(tmp_path)

@@ -79,7 +79,7 @@ def test_a_family_may_have_a_default_end_token(tmp_path: Path, caplog: pytest.Lo
 
 @pytest.mark.parametrize("value", ["</s>", 2.0, True, [1, "2"]])
 def test_an_end_token_of_another_type_is_refused(tmp_path: Path, value: Any) -> None:
-    with pytest.raises(UnsupportedCheckpoint, match=r"eos_token_id is .*; it must be an integer or a list of integers"):
+    with pytest.raises(UnsupportedCheckpoint, match=r"eos_token_id=.* must be an integer or a list of integers"):
         read_end_tokens(tmp_path, config={"eos_token_id": value})
 
 

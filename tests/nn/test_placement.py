@@ -63,7 +63,7 @@ def test_a_32_bit_tower_is_more_exact_in_a_16_bit_model(random_checkpoint, ids):
 @pytest.mark.parametrize("name", ["vision", "projector"])
 @pytest.mark.parametrize("bits", [4, 8, 0, 64])
 def test_other_precisions_are_refused(name, bits):
-    with pytest.raises(InputError, match=f"{name}_bits is {bits}; it must be 16 or 32"):
+    with pytest.raises(InputError, match=f"{name}_bits={bits} must be 16 or 32"):
         EngineConfig(**{f"{name}_bits": bits})
 
 
@@ -72,7 +72,7 @@ def test_a_missing_device_is_refused(random_checkpoint):
     for device in absent:
         with pytest.raises(DeviceError, match=f"the device {device} cannot be used"):
             load_model(random_checkpoint, device="cpu", vision=Placement(device))
-    with pytest.raises(InputError, match="device is 'tpu'"):
+    with pytest.raises(InputError, match="device='tpu'"):
         load_model(random_checkpoint, device="cpu", projector=Placement("tpu"))
 
 

@@ -75,8 +75,8 @@ def test_files_that_cannot_be_used_are_refused_without_a_question_on_the_termina
     ("settings", "message"),
     [
         ({"ssl_keyfile": "/key.pem"}, "ssl_keyfile is set, but ssl_certfile is not"),
-        ({"root_path": "mm"}, "root_path is 'mm'; it must begin with a slash and end without one"),
-        ({"root_path": "/mm/"}, "root_path is '/mm/'"),
+        ({"root_path": "mm"}, "root_path='mm' must begin with a slash and end without one"),
+        ({"root_path": "/mm/"}, "root_path='/mm/'"),
     ],
 )
 def test_incomplete_settings_are_refused(settings: dict[str, str], message: str) -> None:

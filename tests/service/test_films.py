@@ -117,4 +117,4 @@ def test_the_audio_of_a_film_is_true_or_false(http: Any) -> None:
     content = [{**part("moving_with_sound.mp4"), "use_audio_in_video": "yes"}]
     answer = http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": content}]})
     assert answer.status_code == 400
-    assert "use_audio_in_video is 'yes'; it must be true or false" in answer.text
+    assert "use_audio_in_video='yes' must be true or false" in answer.text

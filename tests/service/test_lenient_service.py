@@ -81,7 +81,7 @@ def test_priorities_are_accepted(lenient: RunningService, service: RunningServic
     body = chat([], "Hello!", priority=-5)
     assert post(lenient, CHAT, body)["usage"]["completion_tokens"] == 4
     message = post(service, CHAT, body, 400)["error"]["message"]
-    assert message == "priority is -5; it must be 0 unless --scheduling-policy priority is set"
+    assert message == "priority=-5 must be 0 unless --scheduling-policy priority is set"
 
 
 def test_json_objects_may_have_other_properties(lenient: RunningService, service: RunningService) -> None:

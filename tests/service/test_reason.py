@@ -238,8 +238,8 @@ def test_no_short_secret_reaches_the_log(service: RunningService, http: Any, sec
     ("message", "sent", "shown"),
     [
         ("max_tokens is 5; the limit is 4", {"prompt": "What is the limit?"}, "max_tokens is 5; the limit is 4"),
-        ("role is 'a pirate of old'; it must be", {"role": "a pirate of old"}, "role is '[...]'; it must be"),
-        ("role is 'pirate'; it must be 'user'", {"role": "Pirate"}, "role is '[...]'; it must be 'user'"),
+        ("role='a pirate of old' must be", {"role": "a pirate of old"}, "role='[...]' must be"),
+        ("role='pirate' must be 'user'", {"role": "Pirate"}, "role='[...]' must be 'user'"),
         ("a SHARED prompt, twice: A SHARED PROMPT", ["a shared prompt"], "[...], twice: [...]"),
         (
             r"""it is 'it\'s "x" \n4711', not b"\x00'" or `4711`""",

@@ -450,7 +450,7 @@ def test_other_errors_are_not_reported_as_failure_to_listen() -> None:
 
 
 def test_zero_concurrent_fetches_are_refused() -> None:
-    with pytest.raises(InputError, match="max_concurrent_fetches is 0; it must be an integer of at least 1"):
+    with pytest.raises(InputError, match="max_concurrent_fetches=0 must be an integer of at least 1"):
         ServiceConfig(max_concurrent_fetches=0)
 
 

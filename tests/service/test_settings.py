@@ -117,7 +117,7 @@ def test_an_open_service_with_two_names_warns_and_starts_with_few_lines(
 
 @pytest.mark.parametrize("port", [-1, 65536, 99999])
 def test_a_port_outside_its_range_is_refused(port: int) -> None:
-    with pytest.raises(InputError, match=f"port is {port}; it must be an integer from 0 to 65535"):
+    with pytest.raises(InputError, match=f"port={port} must be an integer from 0 to 65535"):
         ServiceConfig(port=port)
     assert ServiceConfig(port=65535).port == 65535
 
@@ -131,7 +131,7 @@ def test_a_port_outside_its_range_is_refused(port: int) -> None:
     ],
 )
 def test_an_origin_that_no_browser_sends_is_refused(origin: str) -> None:
-    with pytest.raises(InputError, match="cors_origin is '"):
+    with pytest.raises(InputError, match="cors_origin='"):
         ServiceConfig(cors_origin=("https://example.org", origin))
     ServiceConfig(
         cors_origin=("*", "http://localhost:3000", "http://[::1]:*", "chrome-extension://abc", "https://a:80")

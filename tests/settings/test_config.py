@@ -68,7 +68,7 @@ def test_the_environment_sets_fields_by_their_types(monkeypatch):
 @pytest.mark.parametrize(("name", "value"), [("PORT", "eighty"), ("ALLOW_PRIVATE_MEDIA", "perhaps")])
 def test_a_value_of_another_type_is_refused(monkeypatch, name, value):
     monkeypatch.setenv(f"MINDIE_MM_{name}", value)
-    with pytest.raises(InputError, match=f"MINDIE_MM_{name} is '{value}'"):
+    with pytest.raises(InputError, match=f"MINDIE_MM_{name}='{value}' must be"):
         from_environment(ServiceConfig)
 
 
@@ -82,27 +82,27 @@ def test_a_value_of_another_type_is_refused(monkeypatch, name, value):
     ],
 )
 def test_a_value_below_the_minimum_is_refused(cls, name, value):
-    with pytest.raises(InputError, match=f"{name} is {value}; it must be an integer of at least"):
+    with pytest.raises(InputError, match=f"{name}={value} must be an integer of at least"):
         cls(**{name: value})
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"port": 65536}, "port is 65536; it must be an integer from 0 to 65535"),
-        ({"port": "80"}, "port is '80'; it must be an integer from 0 to 65535"),
-        ({"port": True}, "port is True; it must be an integer from 0 to 65535"),
-        ({"grace_s": -1}, "grace_s is -1; it must be a number of at least 0"),
-        ({"grace_s": math.nan}, "grace_s is nan; it must be a number of at least 0"),
-        ({"request_timeout_s": 0}, "request_timeout_s is 0; it must be a number above 0"),
-        ({"send_timeout_s": math.inf}, "send_timeout_s is inf; it must be a number from 0.001 to 86400"),
+        ({"port": 65536}, "port=65536 must be an integer from 0 to 65535"),
+        ({"port": "80"}, "port='80' must be an integer from 0 to 65535"),
+        ({"port": True}, "port=True must be an integer from 0 to 65535"),
+        ({"grace_s": -1}, "grace_s=-1 must be a number of at least 0"),
+        ({"grace_s": math.nan}, "grace_s=nan must be a number of at least 0"),
+        ({"request_timeout_s": 0}, "request_timeout_s=0 must be a number above 0"),
+        ({"send_timeout_s": math.inf}, "send_timeout_s=inf must be a number from 0.001 to 86400"),
         ({"served_model_name": ""}, "served_model_name is '', which is empty; leave it out, or give a value"),
-        ({"log_level": "loud"}, "log_level is 'loud'; it must be one of debug, info, warning, error"),
-        ({"web_page": "no"}, "web_page is 'no'; it must be true or false"),
-        ({"spool": 5}, "spool is 5; it must be a string"),
+        ({"log_level": "loud"}, "log_level='loud' must be one of debug, info, warning, error"),
+        ({"web_page": "no"}, "web_page='no' must be true or false"),
+        ({"spool": 5}, "spool=5 must be a string"),
         ({"api_key": "a-key"}, "api_key is of type str; it must be a list of elements, each a string"),
         ({"api_key": ("a-key", 5)}, "api_key is of type tuple; it must be a list of elements, each a string"),
-        ({"max_media_items": 1.5}, "max_media_items is 1.5; it must be an integer of at least 0"),
+        ({"max_media_items": 1.5}, "max_media_items=1.5 must be an integer of at least 0"),
     ],
 )
 def test_the_error_of_a_setting_states_its_limits(settings, message):
@@ -113,6 +113,6 @@ def test_the_error_of_a_setting_states_its_limits(settings, message):
 
 def test_a_share_or_time_outside_its_limits_is_refused():
     for share in (0, 1.01, math.nan):
-        with pytest.raises(InputError, match="it must be a number above 0 and at most 1"):
+        with pytest.raises(InputError, match="must be a number above 0 and at most 1"):
             EngineConfig(memory_share=share)
     assert EngineConfig(memory_share=1, kv_cache_bytes=None).memory_share == 1

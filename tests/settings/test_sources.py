@@ -73,9 +73,7 @@ def test_a_color_can_come_from_the_environment_or_a_flag(monkeypatch):
     assert parsed["rgba_background_color"] == (1, 2, 3)
     for text in ("white", "0,0", "0,0,256", "#ffffff"):
         monkeypatch.setenv("MINDIE_MM_RGBA_BACKGROUND_COLOR", text)
-        message = (
-            "MINDIE_MM_RGBA_BACKGROUND_COLOR is .*; it must be a list of 3 elements, each an integer from 0 to 255"
-        )
+        message = "MINDIE_MM_RGBA_BACKGROUND_COLOR=.* must be a list of 3 elements, each an integer from 0 to 255"
         with pytest.raises(InputError, match=message):
             configuration({})
 
@@ -115,21 +113,21 @@ def test_other_limits_of_prompts_are_refused(value):
     [
         (
             "rgba_background_color = [0, 0]",
-            r"is \[0, 0\]; it must be a list of 3 elements, each an integer from 0 to 255",
+            r"=\[0, 0\] must be a list of 3 elements, each an integer from 0 to 255",
         ),
-        ("rgba_background_color = 'white'", "is 'white'; it must be a list of 3"),
+        ("rgba_background_color = 'white'", "='white' must be a list of 3"),
         ("prot = 1", "there is no setting 'prot'; did you mean 'port'"),
         ("max-media-items = 1", "there is no setting 'max-media-items'; did you mean 'max_media_items'"),
         ("max-images = 1", "the setting 'max_images' was removed: set limit_mm_per_prompt, such as image=4"),
         ("xyzzy = 1", "there is no setting 'xyzzy'$"),
         ("engine = 1", "there is no setting 'engine'"),
         ("[engine]\nmax_num_seqs = 1", r"\[engine\] is a table; settings must be top-level keys"),
-        ("port = '1'", "port is '1'; it must be an integer from 0 to 65535"),
-        ("port = 1.0", "port is 1.0; it must be an integer from 0 to 65535"),
-        ("port = true", "port is True; it must be an integer from 0 to 65535"),
-        ("grace_s = true", "grace_s is True; it must be a number of at least 0"),
-        ("truncate = 1", "truncate is 1; it must be true or false"),
-        ("spool = 1", "spool is 1; it must be a string"),
+        ("port = '1'", "port='1' must be an integer from 0 to 65535"),
+        ("port = 1.0", "port=1.0 must be an integer from 0 to 65535"),
+        ("port = true", "port=True must be an integer from 0 to 65535"),
+        ("grace_s = true", "grace_s=True must be a number of at least 0"),
+        ("truncate = 1", "truncate=1 must be true or false"),
+        ("spool = 1", "spool=1 must be a string"),
         ("family = 1979-05-27", "family is of type date; it must be a string"),
         ("api_key = 'a-secret'", "api_key is of type str; it must be a list of elements, each a string$"),
         ("api_key = ['a', 1]", "api_key is of type list; it must be a list of elements, each a string$"),
@@ -147,7 +145,7 @@ def test_the_error_of_a_mistake_names_file_and_key(file, text, message):
 
 def test_an_invalid_value_is_refused_from_a_file_too(file):
     file.write_text("log_format = 'xml'")
-    with pytest.raises(InputError, match="log_format is 'xml'; it must be one of text, json"):
+    with pytest.raises(InputError, match="log_format='xml' must be one of text, json"):
         configuration({}, file)
 
 
@@ -176,9 +174,9 @@ def test_names_of_settings_are_unique():
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("localhost:4318", "it must be an http or https URL"),
-        ("grpc://collector:4317", "it must be an http or https URL"),
-        ("http://", "it must be an http or https URL"),
+        ("localhost:4318", "must be an http or https URL"),
+        ("grpc://collector:4317", "must be an http or https URL"),
+        ("http://", "must be an http or https URL"),
         ("http://user:word@collector/v1/traces", "has a user name or a query, which may be secret"),
     ],
 )

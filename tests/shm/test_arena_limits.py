@@ -101,7 +101,7 @@ def test_freed_blocks_are_swept_long_before_the_arena_is_full() -> None:
 
 @pytest.mark.parametrize("timeout_s", [-1.0, math.nan])
 def test_an_invalid_timeout_is_refused(arena: Arena, timeout_s: float) -> None:
-    with pytest.raises(InputError, match="it must be at least 0"):
+    with pytest.raises(InputError, match="must be at least 0"):
         arena.allocate(TENTH, path_file=None, timeout_s=timeout_s)
 
 

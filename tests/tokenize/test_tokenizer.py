@@ -324,7 +324,7 @@ def test_a_prompt_with_too_many_items_is_refused_before_any_is_decoded(checkpoin
             tokenizer.tokenize_ids([1], [broken] * 3, spool / "shm_name.txt")
         with pytest.raises(LimitExceeded, match="has 1 media items of kind video; the limit is 0"):
             tokenizer.tokenize([{"video": b"not a video"}], spool / "shm_name.txt")
-    with pytest.raises(InputError, match=r"limit_mm_per_prompt is \{'images': 2\}; it must be a map"):
+    with pytest.raises(InputError, match=r"limit_mm_per_prompt=\{'images': 2\} must be a map"):
         Tokenizer.from_pretrained(checkpoint_path, limit_mm_per_prompt={"images": 2})
 
 

@@ -112,7 +112,7 @@ def with_named_files(record: Mapping[str, Any]) -> dict[str, Any]:
         names = row.pop(key, None)
         for name in names if isinstance(names, list) else [] if names is None else [names]:
             if not isinstance(name, str) or (kind := kind_of(name)) is None:
-                raise InputError(f"the row's {key} is {name!r}; it must be the name of a media file, such as 1.jpg")
+                raise InputError(f"the row's {key}={name!r} must be the name of a media file, such as 1.jpg")
             row.setdefault(f"{kind}s", [])
             row[f"{kind}s"] = [*row[f"{kind}s"], name]
     return row

@@ -52,7 +52,7 @@ def rows_named(rows: Any, name: str) -> str:
     """
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InputError(
-            f"name is {name!r}; it must have 1 to 100 characters, which are letters, digits, spaces, '.', '_' or '-', "
+            f"name={name!r} must have 1 to 100 characters, which are letters, digits, spaces, '.', '_' or '-', "
             "and begin with a letter or a digit"
         )
     if hasattr(rows, "columns"):  # of a table of pandas, polars or Arrow, whose elements are columns

@@ -82,12 +82,12 @@ def _checked(samples: Any, padding: Any, labels: Any, packing: Any) -> tuple[lis
         if not isinstance(sample, Sample):
             raise InputError(f"samples[{index}] is {type_of(sample)}; it must be a sample of a Dataset")
     if not isinstance(padding, str) or padding not in ("left", "right"):
-        raise InputError(f"padding is {padding!r}; it must be left or right")
+        raise InputError(f"padding={padding!r} must be left or right")
     if labels is not None and (not isinstance(labels, str) or labels not in ("assistant", "all")):
-        raise InputError(f"labels is {labels!r}; it must be assistant, all or None")
+        raise InputError(f"labels={labels!r} must be assistant, all or None")
     packing = python_number(packing)
     if not isinstance(packing, int) or isinstance(packing, bool) or packing < 0:
-        raise InputError(f"packing is {packing!r}; it must be a number of tokens, or 0 for one sample per row")
+        raise InputError(f"packing={packing!r} must be a number of tokens, or 0 for one sample per row")
     return samples, packing
 
 

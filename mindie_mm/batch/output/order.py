@@ -42,9 +42,9 @@ class Order:
         self._shards, self._failed, self._key = shards, failed, key
         self._num_rows = sum(map(len, shards)) - len(failed)
         if not 0 <= rank < num_ranks:
-            raise InputError(f"rank is {rank}; it must be at least 0 and less than num_ranks ({num_ranks})")
+            raise InputError(f"rank={rank} must be at least 0 and less than num_ranks={num_ranks}")
         if not 0 <= consumed <= self._num_rows:
-            raise InputError(f"consumed is {consumed}; it must be from 0 to {self._num_rows}, the number of samples")
+            raise InputError(f"consumed={consumed} must be from 0 to {self._num_rows}, the number of samples")
         self._consumed, self._rank, self._num_ranks = consumed, rank, num_ranks
 
     def __len__(self) -> int:

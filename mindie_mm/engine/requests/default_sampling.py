@@ -90,7 +90,7 @@ def _file_in(source: str) -> dict[str, Any]:
     folder = Path(source)
     if not (folder / FILE).is_file():
         raise InputError(
-            f"generation_config is {source!r}; it must be auto, vllm or a folder with a {FILE}",
+            f"generation_config={source!r} must be auto, vllm or a folder with a {FILE}",
             param="generation_config",
         )
     return Checkpoint(folder, {}).json(FILE)

@@ -164,15 +164,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         _require_ranges(self)
         typed = self._typed()
         if typed.top_p == 0:
-            raise InputError("top_p is 0; it must be above 0", param="top_p")
+            raise InputError("top_p=0 must be above 0", param="top_p")
         if typed.max_tokens is not None and typed.min_tokens > typed.max_tokens:
             raise InputError(
-                f"min_tokens is {typed.min_tokens}; it must not exceed max_tokens ({typed.max_tokens})",
+                f"min_tokens={typed.min_tokens} must not exceed max_tokens={typed.max_tokens}",
                 param="min_tokens",
             )
         if typed.pooling is not None and typed.max_tokens != 0:
             raise InputError(
-                f"pooling is {typed.pooling!r} and max_tokens is {typed.max_tokens}; with pooling, it must be 0",
+                f"max_tokens={typed.max_tokens} must be 0 with pooling={typed.pooling!r}",
                 param="max_tokens",
             )
         if len(typed.cache_salt) > MAX_SALT_CHARACTERS:
@@ -254,7 +254,7 @@ def _require_ranges(params: SamplingParams) -> None:
     for name, low, high in _RANGES:
         value = python_number(getattr(params, name))
         if isinstance(value, int | float) and not low <= value <= high:
-            raise InputError(f"{name} is {shown(value)}; it must be in [{low}, {high}]", param=name)
+            raise InputError(f"{name}={shown(value)} must be in [{low}, {high}]", param=name)
 
 
 def _require_structure(params: SamplingParams) -> None:
@@ -307,7 +307,7 @@ def _require_ids(params: SamplingParams, vocab_size: float) -> None:
         message = f"there are {len(params.bad_token_ids)} bad_token_ids; the limit is {2 * MAX_BAD_WORDS}"
         raise InputError(message, param="bad_token_ids")
     if bad_bias := [b for b in params.logit_bias.values() if not -100 <= b <= 100]:
-        raise InputError(f"logit_bias is {bad_bias[0]}; it must be in [-100, 100]", param="logit_bias")
+        raise InputError(f"logit_bias={bad_bias[0]} must be in [-100, 100]", param="logit_bias")
 
 
 _MAX_BAD_TOKENS = 4 * MAX_BAD_WORD_CHARACTERS + 1
@@ -320,5 +320,5 @@ def _mistyped(given: Mapping[str, Any], message: str) -> InputError:
     name = message.removeprefix("a key of ").partition(" ")[0].partition("[")[0].partition(".")[0]
     value = given.get(name)
     if message.startswith(f"{name} ") and isinstance(value, str | int | float) and len(repr(value)) <= _MAX_SHOWN:
-        message = f"{name} is {value!r}: it{message.removeprefix(name)}"
+        message = f"{name}={value!r}{message.removeprefix(name)}"
     return InputError(message, param=name if name in given else None)

@@ -45,8 +45,8 @@ class Size:
             if edges.keys() in ({"height", "width"}, {"shortest_edge"}, {"shortest_edge", "longest_edge"}):
                 return cls(**edges)
         raise UnsupportedCheckpoint(
-            f"{where}: size or crop_size is {value!r}; it must have height and width, or shortest_edge and "
-            "optionally longest_edge"
+            f"{where}: size and crop_size must have height and width, or shortest_edge and optionally longest_edge; "
+            f"one of them is {value!r}"
         )
 
     @property

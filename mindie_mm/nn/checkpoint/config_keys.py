@@ -73,7 +73,7 @@ def check_sizes(config: Mapping[str, Any], where: str, prefix: str = "") -> None
         elif name in _SIZES:
             sizes = value if isinstance(value, list) else [value]
             if any(isinstance(size, int | float) and size <= 0 for size in sizes):
-                raise UnsupportedCheckpoint(f"{where}: {prefix}{name} is {value}; it must be positive")
+                raise UnsupportedCheckpoint(f"{where}: {prefix}{name}={value} must be positive")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,13 +122,11 @@ class Keys:
                     raise UnsupportedCheckpoint(f"{where} has no {prefix}{name}")
                 completed[name] = default.default if isinstance(default, Nullable) else default
             elif not _fits(config[name], default):
-                raise UnsupportedCheckpoint(
-                    f"{where}: {prefix}{name} is {config[name]!r}; it must be {_described(default)}"
-                )
+                raise UnsupportedCheckpoint(f"{where}: {prefix}{name}={config[name]!r} must be {_described(default)}")
         for name, keys in self.sections.items():
             section = config.get(name, {})
             if not isinstance(section, Mapping):
-                raise UnsupportedCheckpoint(f"{where}: {prefix}{name} is {section!r}; it must be an object")
+                raise UnsupportedCheckpoint(f"{where}: {prefix}{name}={section!r} must be an object")
             completed[name] = keys.complete(section, where, f"{prefix}{name}.")
         return completed
 

@@ -158,7 +158,7 @@ class Checkpoint:
             if (part_settings := joint.get(part)) is not None:
                 if not isinstance(part_settings, dict):
                     raise UnsupportedCheckpoint(
-                        f"{self.path}: {part} in processor_config.json is {part_settings!r}; it must be an object"
+                        f"{self.path}: {part}={part_settings!r} in processor_config.json must be an object"
                     )
                 return part_settings, "processor_config.json"
         for file in _FILES[kind]:

@@ -56,7 +56,7 @@ def ids_of(value: Any, where: Path) -> tuple[int, ...]:
     """Return the ids in a value of eos_token_id. Raise UnsupportedCheckpoint if an id is not an integer."""
     ids = value if isinstance(value, list) else [value]
     if not all(type(token_id) is int for token_id in ids):
-        raise UnsupportedCheckpoint(f"{where}: eos_token_id is {value!r}; it must be an integer or a list of integers")
+        raise UnsupportedCheckpoint(f"{where}: eos_token_id={value!r} must be an integer or a list of integers")
     return tuple(ids)
 
 

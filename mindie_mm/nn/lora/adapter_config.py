@@ -138,11 +138,11 @@ def digest_of(settings: bytes, weights: bytes) -> str:
 def _checked(file: Path, given: Mapping[str, Any]) -> AdapterConfig:
     wrong = next(((key, why) for key, fits, why in _RULES if not fits(given.get(key))), None)
     if wrong is not None:
-        raise UnsupportedCheckpoint(f"{file}: {wrong[0]} is {given.get(wrong[0])!r:.{_MAX_PATTERN}}; {wrong[1]}")
+        raise UnsupportedCheckpoint(f"{file}: {wrong[0]}={given.get(wrong[0])!r:.{_MAX_PATTERN}} {wrong[1]}")
     for key, value in given.items():
         if key not in _IGNORED | _SERVED and value not in (None, False, {}, [], "", 0):
             raise UnsupportedCheckpoint(
-                f"{file}: {key:.{_MAX_PATTERN}} is {value!r:.{_MAX_PATTERN}}, which is not served; merge the adapter "
+                f"{file}: {key:.{_MAX_PATTERN}}={value!r:.{_MAX_PATTERN}} is not served; merge the adapter "
                 "into its base model (merge_and_unload)"
             )
     base = given.get("base_model_name_or_path")
@@ -194,25 +194,25 @@ def _is_pattern(value: Any, fits: Callable[[Any], bool]) -> bool:
 
 
 _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("peft_type", lambda value: value == "LORA", "only adapters of the type LORA are served"),
-    ("fan_in_fan_out", lambda value: not value, "layers with transposed weights are not served"),
+    ("peft_type", lambda value: value == "LORA", "is not served; only LORA is"),
+    ("fan_in_fan_out", lambda value: not value, "is not served, because it means transposed weights"),
     (
         "init_lora_weights",
         lambda value: isinstance(value, bool | str | None) and value in _PLAIN_STARTS,
         (
-            "training has changed the weights of the base model. Save the adapter with peft's "
+            "means that training has changed the weights of the base model. Save the adapter with peft's "
             "path_initial_model_for_weight_conversion, or merge it (merge_and_unload)"
         ),
     ),
-    ("bias", lambda value: value in (None, *_BIASES), f"it must be one of {', '.join(_BIASES)}"),
-    *((key, _is_switch, "it must be true or false") for key in ("use_rslora", "use_dora", "lora_bias")),
-    ("r", _is_rank, f"it must be an integer from 1 to {_MAX_RANK}"),
-    ("lora_alpha", _is_number, f"it must be a number from -{_MAX_ALPHA:g} to {_MAX_ALPHA:g}"),
-    ("rank_pattern", partial(_is_pattern, fits=_is_rank), f"it must map names of layers to ranks up to {_MAX_RANK}"),
+    ("bias", lambda value: value in (None, *_BIASES), f"must be one of {', '.join(_BIASES)}"),
+    *((key, _is_switch, "must be true or false") for key in ("use_rslora", "use_dora", "lora_bias")),
+    ("r", _is_rank, f"must be an integer from 1 to {_MAX_RANK}"),
+    ("lora_alpha", _is_number, f"must be a number from -{_MAX_ALPHA:g} to {_MAX_ALPHA:g}"),
+    ("rank_pattern", partial(_is_pattern, fits=_is_rank), f"must map names of layers to ranks up to {_MAX_RANK}"),
     (
         "alpha_pattern",
         partial(_is_pattern, fits=_is_number),
-        f"it must map names of layers to numbers from -{_MAX_ALPHA:g} to {_MAX_ALPHA:g}",
+        f"must map names of layers to numbers from -{_MAX_ALPHA:g} to {_MAX_ALPHA:g}",
     ),
 )
-"""Keys, checks of their values, and what to do if a value fails its check."""
+"""Keys, checks of their values, and the rest of the message if a value fails its check."""

@@ -39,7 +39,7 @@ _GATHERING = ("colwise_gather_output", "colwise_rep")
 def refuse_shares(checkpoint: Checkpoint, what: str = "belongs to a family without a tensor-parallel plan") -> None:
     """Raise UnsupportedCheckpoint if several ranks share the weights. `what` states why they cannot be split."""
     if num_shares() > 1:
-        raise UnsupportedCheckpoint(f"{checkpoint.path} {what}: tensor_parallel is {num_shares()}; it must be 1")
+        raise UnsupportedCheckpoint(f"{checkpoint.path} {what}: tensor_parallel={num_shares()} must be 1")
 
 
 def layer_configs(text: Any) -> Sequence[Any]:

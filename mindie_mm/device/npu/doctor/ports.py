@@ -32,7 +32,7 @@ def findings(machine: Machine, num_visible: int) -> Iterator[Finding]:
         yield Finding("HCCL ports", "ok", "chosen by the system (HCCL_HOST_SOCKET_PORT_RANGE)")
         return
     if ranges is None and not (base.isdecimal() and _LEAST <= int(base) <= _MOST):
-        found = f"HCCL_IF_BASE_PORT is {base!r}; it must be from {_LEAST} to {_MOST}"
+        found = f"HCCL_IF_BASE_PORT={base!r} must be from {_LEAST} to {_MOST}"
         yield Finding("HCCL ports", "warning", found, f"unset it, or set it to {_BASE}")
         return
     wanted = _numbers(ranges) if ranges else set(range(int(base), int(base) + _NUM_PORTS))

@@ -37,9 +37,9 @@ class GPTQ(Format):
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Self | None:
         if (bits := settings.get("bits")) not in _BITS:
-            raise ValueError(f"bits is {bits!r}; it must be one of {', '.join(map(str, _BITS))}")
+            raise ValueError(f"bits={bits!r} must be one of {', '.join(map(str, _BITS))}")
         if (layout := settings.get("checkpoint_format") or "gptq") not in ("gptq", "gptq_v2"):
-            raise ValueError(f"checkpoint_format is {layout!r}; it must be gptq or gptq_v2")
+            raise ValueError(f"checkpoint_format={layout!r} must be gptq or gptq_v2")
         if settings.get("dynamic"):
             raise ValueError("the setting dynamic gives layers different numbers of bits, which is not supported")
         return cls(bits, 1 if layout == "gptq" else 0)
@@ -66,9 +66,9 @@ class AWQ(Format):
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Self | None:
         if (bits := settings.get("bits")) != 4:
-            raise ValueError(f"bits is {bits!r}; it must be 4")
+            raise ValueError(f"bits={bits!r} must be 4")
         if (version := str(settings.get("version") or "gemm").lower()) != "gemm":
-            raise ValueError(f"version is {version!r}; it must be gemm")
+            raise ValueError(f"version={version!r} must be gemm")
         return cls()
 
     def parts(self, weight: str, stored: AbstractSet[str]) -> tuple[AbstractSet[str], AbstractSet[str]]:

@@ -128,7 +128,7 @@ def _static(parts: Mapping[str, Tensor]) -> QuantizedWeight:
         if len(values) != 1 or not values.isfinite().all():
             raise ValueError(f"{name} has {len(values)} values; it must have one finite value for the whole input")
     if not scale.item() > 0:
-        raise ValueError(f"input_scale is {scale.item()}; it must be positive")
+        raise ValueError(f"input_scale={scale.item()} must be positive")
     deq_scale = parts["deq_scale"].flatten()
     if deq_scale.dtype == torch.int64:  # the low half has the bits of a float32
         deq_scale = (deq_scale & _LOW_BITS).to(torch.uint32).view(torch.float32)
