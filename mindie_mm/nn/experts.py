@@ -7,7 +7,8 @@ quantized like other linear layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -40,11 +41,16 @@ class GatedMLP(nn.Module):
 class Expert(nn.Module):
     """A feed-forward layer that computes gate and up in one product."""
 
-    def __init__(self, first: Tensor, second: Tensor, activate: Callable[[Tensor], Tensor]) -> None:
-        """Create the layer with the weights of both products, [outputs, inputs] each, which are not copied."""
+    def __init__(self, first: nn.Module, second: nn.Module, activate: Callable[[Tensor], Tensor]) -> None:
+        """Create the layer with the linear layers of both products."""
         super().__init__()
-        self.first, self.second = _linear(first), _linear(second)
+        self.first, self.second = first, second
         self.activate = activate
+
+    @classmethod
+    def of(cls, first: Tensor, second: Tensor, activate: Callable[[Tensor], Tensor]) -> Expert:
+        """Create the layer with the weights of both products, [outputs, inputs] each, which are not copied."""
+        return cls(_linear(first), _linear(second), activate)
 
     def forward(self, hidden: Tensor) -> Tensor:
         mixed: Tensor = self.second(self.activate(self.first(hidden)))
@@ -55,6 +61,13 @@ def _linear(weight: Tensor) -> nn.Linear:
     linear = nn.Linear(weight.shape[1], len(weight), bias=False, device="meta")
     linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
     return linear
+
+
+class SideBySide(nn.ModuleList):
+    """Linear layers with the same input, whose outputs are concatenated."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return torch.cat([layer(hidden) for layer in self], -1)
 
 
 class Experts(nn.ModuleList):
@@ -113,7 +126,7 @@ def experts_of(
     """Return a layer for the device of the weights. The arguments are those of `JoinedExperts`."""
     if kernels_of(first.device).joins_experts:
         return JoinedExperts(first, second, activate, start)
-    return Experts((Expert(*both, activate) for both in zip(first, second, strict=True)), start)
+    return Experts((Expert.of(*both, activate) for both in zip(first, second, strict=True)), start)
 
 
 def run(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -148,12 +161,14 @@ def _is_theirs(part: Any) -> bool:
     )
 
 
-def rounds_theirs(part: Any, device: torch.device) -> bool:
-    """Return whether `replace_theirs` can give int8 weights on this device to the transformers module `part`."""
-    return kernels_of(device).rounds_experts and _is_theirs(part) and bool(part.has_gate)
+def can_replace(part: Any) -> bool:
+    """Return whether `replace_rounding` and `replace_layers` can replace the experts of a transformers module."""
+    return _is_theirs(part) and bool(part.has_gate)
 
 
-def replace_theirs(part: Any, first: Tensor, second: Tensor, scales: tuple[Tensor, Tensor], dtype: torch.dtype) -> None:
+def replace_rounding(
+    part: Any, first: Tensor, second: Tensor, scales: tuple[Tensor, Tensor], dtype: torch.dtype
+) -> None:
     """Let a transformers layer without weights call a layer of this module with int8 weights.
 
     Args:
@@ -166,6 +181,34 @@ def replace_theirs(part: Any, first: Tensor, second: Tensor, scales: tuple[Tenso
     """
     activate = _activation(part, torch.empty(0, dtype=dtype, device=first.device))
     _call_ours(part, JoinedExperts(first, second, activate, None, scales))
+
+
+def replace_layers(
+    part: Any, layers: Iterable[tuple[Sequence[nn.Module], nn.Module]], device: torch.device, dtype: torch.dtype
+) -> None:
+    """Let a transformers layer without weights call experts with linear layers of their own.
+
+    Args:
+        part: The layer.
+        layers: For each expert, the layers whose concatenated outputs are the gates and the values, and the second
+            layer.
+        device: The device of the layers.
+        dtype: The dtype of the activations.
+
+    """
+    activate = _activation(part, torch.empty(0, dtype=dtype, device=device))
+    _call_ours(part, Experts(Expert(_together(first), second, activate) for first, second in layers))
+
+
+def _together(layers: Sequence[nn.Module]) -> nn.Module:
+    """Return one layer whose output is the concatenated output of `layers`."""
+    if len(layers) == 1:
+        return layers[0]
+    first = layers[0]
+    if isinstance(first, QuantizedLinear) and all(type(layer) is type(first) for layer in layers):
+        with suppress(ValueError):  # they round their input differently
+            return first.joined(layers)
+    return SideBySide(layers)
 
 
 def _call_ours(part: Any, ours: Experts | JoinedExperts) -> None:

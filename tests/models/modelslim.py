@@ -149,9 +149,10 @@ def round_inputs(module: torch.nn.Module, layers: list[Rounded]) -> int:
     for linear in module.modules():
         if isinstance(linear, torch.nn.Linear):
             for layer in layers:
-                if linear.weight.shape == layer.weight.shape and torch.equal(linear.weight, layer.weight):
+                rows = len(layer.weight)  # a layer of gates and values begins with the gates
+                if linear.weight[:rows].shape == layer.weight.shape and linear.weight[:rows].equal(layer.weight):
                     linear.register_forward_pre_hook(_rounding(layer.kind))
-                    count += 1
+                    count += len(linear.weight) // rows
     return count
 
 

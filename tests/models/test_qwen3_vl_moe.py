@@ -4,10 +4,12 @@ import json
 import shutil
 from typing import ClassVar
 
+import pytest
 import torch
 from safetensors.torch import load, save_file
 from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 
+from mindie_mm.device import QuantizedLinear
 from mindie_mm.models import load_model
 from tests.models.contract import FamilyContract
 from tests.models.small_checkpoints import save_json, save_model, save_tokenizer
@@ -24,7 +26,7 @@ TEXT = {
     "num_key_value_heads": 2,
     "head_dim": 24,
     "intermediate_size": 96,
-    "moe_intermediate_size": 24,
+    "moe_intermediate_size": 96,
     "num_experts": 8,
     "num_experts_per_tok": 3,
     "mlp_only_layers": [1],
@@ -32,6 +34,8 @@ TEXT = {
     "max_position_embeddings": 8192,
     "rope_parameters": {"rope_type": "default", "mrope_section": [4, 4, 4], "rope_theta": 1e6},
 }
+BLOCK = 64
+"""Rows and columns of the blocks of an FP8 weight."""
 VISION = {
     "depth": 3,
     "hidden_size": 64,
@@ -70,11 +74,11 @@ class TestQwen3VLMoe(FamilyContract):
         )
         save_model(out, Qwen3VLMoeForConditionalGeneration, config, ids("<|im_end|>"), ids("<|endoftext|>"))
         save_json(out, preprocessor_config=IMAGES, video_preprocessor_config=VIDEOS)
-        rewritten(out, out, lambda name, weight: weight.mT if ".experts." in name else weight)  # as published
+        rewritten(out, out, turned)  # as published
 
     def test_weights_as_transformers_saves_them_give_the_same_logits(self, path, model, tokenized, tmp_path):
         """Published weights of experts have their inputs before their outputs. transformers saves the transpose."""
-        saved = rewritten(path, tmp_path, lambda name, weight: weight.mT if ".experts." in name else weight)
+        saved = rewritten(path, tmp_path, turned)
         found = self.logits(load_model(saved, device="cpu", dtype="float32"), tokenized["text"])
         torch.testing.assert_close(found, self.logits(model, tokenized["text"]).cpu(), rtol=1e-4, atol=1e-4)
         self.write_checkpoint(tmp_path / "again")  # loading has not changed how transformers saves
@@ -85,28 +89,36 @@ class TestQwen3VLMoe(FamilyContract):
         found = self.logits(load_model(tmp_path, device="cpu", dtype="float32"), tokenized["text"])
         torch.testing.assert_close(found, self.logits(model, tokenized["text"]).cpu(), rtol=1e-4, atol=1e-4)
 
-    def test_fp8_weights_of_experts_are_multiplied_by_their_scales(self, path, tokenized, tmp_path):
+    @pytest.mark.parametrize("is_saved", [False, True], ids=["published", "saved"])
+    def test_fp8_weights_of_experts_stay_in_8_bits(self, is_saved, path, tokenized, tmp_path):
         """The published FP8 checkpoints have one tensor of scales per tensor of experts."""
         scales: dict[str, torch.Tensor] = {}
 
         def quantized(name, weight):
             if ".experts." not in name:
                 return weight
-            scales[f"{name}_scale_inv"] = torch.full((len(weight), 1, 1), 0.25)
-            return (weight * 4).to(torch.float8_e4m3fn)
+            rows, columns = (-(-size // BLOCK) for size in weight.shape[1:])
+            own = 0.25 * 2.0 ** (torch.arange(len(weight) * rows * columns) % 5).view(-1, rows, columns)
+            scales[f"{name}_scale_inv"] = own
+            return (weight / spread(own, weight)).to(torch.float8_e4m3fn)
 
-        copied = rewritten(path, tmp_path / "fp8", quantized, scales)
-        settings = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+        saved = rewritten(path, tmp_path / "saved", lambda name, one: turned(name, one) if is_saved else one)
+        copied = rewritten(saved, tmp_path / "fp8", quantized, scales)
+        settings = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
         config = json.loads((copied / "config.json").read_text())
         (copied / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
-        rounded = rewritten(
-            path,
-            tmp_path / "rounded",
-            lambda name, weight: (weight * 4).to(torch.float8_e4m3fn).float() / 4 if ".experts." in name else weight,
-        )
-        found, expected = (
-            self.logits(load_model(one, device="cpu", dtype="float32"), tokenized["text"]) for one in (copied, rounded)
-        )
+
+        def rounded(name, weight):
+            if ".experts." not in name:
+                return weight
+            own = spread(scales[f"{name}_scale_inv"], weight)
+            return (weight / own).to(torch.float8_e4m3fn).float() * own
+
+        plain = rewritten(saved, tmp_path / "rounded", rounded)
+        found, expected = (load_model(one, device="cpu", dtype="float32") for one in (copied, plain))
+        kept = [layer.values.dtype for layer in found.module.modules() if isinstance(layer, QuantizedLinear)]
+        assert kept == [torch.float8_e4m3fn] * 2 * 2 * TEXT["num_experts"], "in two of the three layers"
+        found, expected = (self.logits(model, tokenized["text"]) for model in (found, expected))
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
     def test_layers_with_experts_run_few_operators(self, model):
@@ -118,6 +130,17 @@ class TestQwen3VLMoe(FamilyContract):
         config["text_config"]["norm_topk_prob"] = False
         (tmp_path / "config.json").write_text(json.dumps(config))
         self.assert_refused(tmp_path, "norm_topk_prob is False")
+
+
+def turned(name, weight):
+    """Return the transpose of the weights of experts, and other weights as they are."""
+    return weight.mT if ".experts." in name else weight
+
+
+def spread(scales, weight):
+    """Return the scale of each number of a weight [experts, rows, columns]."""
+    rows = scales.repeat_interleave(BLOCK, 1)[:, : weight.shape[1]]
+    return rows.repeat_interleave(BLOCK, 2)[:, :, : weight.shape[2]]
 
 
 def separate_experts(path, out):

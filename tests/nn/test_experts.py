@@ -136,7 +136,7 @@ def test_the_sum_over_ranks_is_the_sum_over_all_experts(joins, repeats):
         if joins:
             rank = JoinedExperts(*own, CPUKernels().swiglu, start)
         else:
-            rank = Experts((Expert(*both, CPUKernels().swiglu) for both in zip(*own, strict=True)), start)
+            rank = Experts((Expert.of(*both, CPUKernels().swiglu) for both in zip(*own, strict=True)), start)
         total += rank(hidden, chosen, weights)
     torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-4)
 

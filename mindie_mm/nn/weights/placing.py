@@ -14,14 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mindie_mm.device import Device
+from mindie_mm.device import Device, QuantizedLinear, kernels_of
 from mindie_mm.nn import experts
 from mindie_mm.nn.weights.formats import Format, PackedWeight
 from mindie_mm.nn.weights.formats.packed import IntegerWeight
 
 _log = logging.getLogger(__name__)
 _PROJECTIONS = ("gate", "up", "down")
+_FIRST = ("gate_up", "gate", "up")
 _EXPERT = re.compile(r".+\.experts\.(?P<expert>\d+)\.(?P<projection>gate|up|down)_proj\.weight")
+_BIAS_OF_EXPERT = re.compile(r".+\.experts\.\d+\.(gate|up|down)_proj\.bias")
+_ALL_EXPERTS = re.compile(r".+\.experts\.(?P<projection>gate_up|down)_proj")
 
 
 class Placing:
@@ -33,8 +36,10 @@ class Placing:
         self._adds_biases = packing is not None and packing.adds_biases
         self._weights: dict[str, PackedWeight] = {}
         self._biases: dict[str, Tensor] = {}
-        self._experts: dict[str, dict[tuple[str, int], tuple[str, IntegerWeight]]] = {}
-        """Name and weight of each projection of each expert, by the path of the experts in the model."""
+        self._experts: dict[str, dict[tuple[str, int], PackedWeight]] = {}
+        """The weight of each projection of each expert, by the path of the experts in the model."""
+        self._published: dict[str, dict[str, PackedWeight]] = {}
+        """The same weights by their published names, until `incomplete_experts`."""
         self._num_dequantized = 0
         self.misfits: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
         """Name of each weight of the wrong shape, its shape, and the shape that the model needs."""
@@ -62,30 +67,55 @@ class Placing:
         self._weights[path] = weight
         return True
 
-    def take_expert(self, path: str, name: str, weight: Tensor | PackedWeight, model: nn.Module) -> bool:
-        """Keep a published weight of an expert, if the device multiplies rounded rows by it. Return whether it is kept.
+    def take_experts(self, own: str, name: str, weight: Tensor | PackedWeight, model: nn.Module) -> bool:
+        """Keep a published weight of one or of all experts, if the device multiplies by it. Return whether it is kept.
+
+        A bias of zeros is dropped, which counts as kept.
 
         Args:
-            path: Path of the experts in the model.
+            own: Name of the joined weights of the experts in the model.
             name: Published name of the weight.
             weight: Its value.
             model: The model, on the meta device.
 
         """
-        match = _EXPERT.fullmatch(name)
-        if match is None or not isinstance(weight, IntegerWeight):
+        path, _, part = own.rpartition(".")
+        layer: Any = _submodule(model, path)
+        if isinstance(weight, Tensor):
+            return self._adds_biases and _BIAS_OF_EXPERT.fullmatch(name) is not None and not weight.any()
+        if not experts.can_replace(layer):
             return False
-        rounds = weight.quantized.rounds_input and weight.quantized.static_input is None
-        if not rounds or not experts.rounds_theirs(_submodule(model, path), self._device.torch_device):
+        if match := _EXPERT.fullmatch(name):
+            found = {(match["projection"], int(match["expert"])): weight}
+        elif (match := _ALL_EXPERTS.fullmatch(name)) and name.endswith(part):
+            is_transposed = layer.is_transposed == (weight.shape == getattr(layer, part).shape)
+            own_weights = weight.of_experts(is_transposed)
+            found = {(match["projection"], number): one for number, one in enumerate(own_weights)}
+        else:
             return False
-        self._experts.setdefault(path, {})[match["projection"], int(match["expert"])] = name, weight
+        if not found or not all(map(self._multiplies, found.values())):
+            return False
+        self._experts.setdefault(path, {}).update(found)
+        self._published.setdefault(path, {})[name] = weight
         return True
+
+    def _multiplies(self, weight: PackedWeight) -> bool:
+        """Return whether experts on the device can have this weight."""
+        kernels = kernels_of(self._device.torch_device)
+        if not kernels.joins_experts:
+            return weight.stays_packed(self._device)
+        if not kernels.rounds_experts or not isinstance(weight, IntegerWeight):
+            return False
+        return weight.quantized.rounds_input and weight.quantized.static_input is None
 
     def incomplete_experts(self, model: nn.Module) -> Iterator[tuple[str, PackedWeight]]:
         """Yield the kept weights of layers whose kept weights are not exactly those of `model`, and forget them."""
-        for path, found in [*self._experts.items()]:
-            if {key: weight.shape for key, (_, weight) in found.items()} != _shapes(model.get_submodule(path)):
-                yield from self._experts.pop(path).values()
+        for path, published in self._published.items():
+            shapes = {key: weight.shape for key, weight in self._experts[path].items()}
+            if shapes not in _shapes(model.get_submodule(path)):
+                del self._experts[path]
+                yield from published.items()
+        self._published.clear()
 
     def _take_bias(self, path: str, layer: Any, bias: Tensor) -> bool:
         """Keep a bias that the unquantized layer does not have.
@@ -108,7 +138,11 @@ class Placing:
             layer.weight = None
             if weight.has_bias:
                 layer.bias = None
-            layer._is_hf_initialized = True  # noqa: SLF001 - transformers must not initialize the missing weight
+            # transformers must not initialize the missing weight. Some modules initialize the weights of their layers.
+            parent: Any = model.get_submodule(path.rpartition(".")[0])
+            layer._is_hf_initialized = True  # noqa: SLF001
+            if not [*parent.buffers(recurse=False)]:
+                parent._is_hf_initialized = True  # noqa: SLF001
         for path in self._experts:
             layer = model.get_submodule(path)
             layer.gate_up_proj = layer.down_proj = None
@@ -123,13 +157,13 @@ class Placing:
             else:
                 layer.register_buffer("bias", added, persistent=False)
                 layer.register_forward_hook(_add_bias)
-        for path in [*self._experts]:
-            self._finish_experts(path, model, dtype)
         layers: list[Any] = []
+        while self._experts:
+            layers += self._finish_experts(*self._experts.popitem(), model, dtype)
         while self._weights:
             path, weight = self._weights.popitem()
             plain: Any = model.get_submodule(path)
-            layers.append(weight.layer(plain, self._device))
+            layers.append(weight.layer(plain.bias, self._device))
             model.set_submodule(path, layers[-1])
         if self._num_dequantized:
             _log.warning(
@@ -146,16 +180,27 @@ class Placing:
                 sum(layer.rounds_input for layer in layers),
             )
 
-    def _finish_experts(self, path: str, model: nn.Module, dtype: torch.dtype) -> None:
-        found = self._experts.pop(path)
-        numbers = range(len(found) // len(_PROJECTIONS))
-        weights = {name: [found[name, number][1].quantized for number in numbers] for name in _PROJECTIONS}
+    def _finish_experts(
+        self, path: str, found: dict[tuple[str, int], PackedWeight], model: nn.Module, dtype: torch.dtype
+    ) -> list[nn.Module]:
+        """Give a layer of `model` its experts. Return those of their linear layers that do not share tensors."""
+        part, device = model.get_submodule(path), self._device.torch_device
+        numbers = range(1 + max(number for _, number in found))
+        if not kernels_of(device).joins_experts:
+            layers = {key: found.pop(key).layer(None, self._device) for key in [*found]}
+            firsts = ([layers[name, n] for name in _FIRST if (name, n) in layers] for n in numbers)
+            pairs = [(first, layers["down", n]) for n, first in zip(numbers, firsts, strict=True)]
+            experts.replace_layers(part, pairs, device, dtype)
+            return [layer for layer in part.modules() if isinstance(layer, QuantizedLinear)]
+        own = {key: weight.quantized for key, weight in found.items() if isinstance(weight, IntegerWeight)}
+        weights = {name: [own[name, number] for number in numbers] for name in _PROJECTIONS}
         values = {name: torch.stack([one.values for one in own]) for name, own in weights.items()}
         scales = {name: torch.stack([one.scales[:, 0] for one in own]) for name, own in weights.items()}
         first, second = torch.cat([values["gate"], values["up"]], 1), values["down"]
         parts = first, second, torch.cat([scales["gate"], scales["up"]], 1), scales["down"]
-        first, second, *both = (part.to(self._device.torch_device) for part in parts)
-        experts.replace_theirs(model.get_submodule(path), first, second, (both[0], both[1]), dtype)
+        first, second, *both = (one.to(device) for one in parts)
+        experts.replace_rounding(part, first, second, (both[0], both[1]), dtype)
+        return []
 
 
 def _add_bias(norm: Any, _: Any, normed: Tensor) -> Tensor:
@@ -163,13 +208,15 @@ def _add_bias(norm: Any, _: Any, normed: Tensor) -> Tensor:
     return shifted
 
 
-def _shapes(layer: Any) -> dict[tuple[str, int], tuple[int, ...]]:
-    """Return the shape of each projection of each expert of a transformers layer."""
+def _shapes(layer: Any) -> Iterator[dict[tuple[str, int], tuple[int, ...]]]:
+    """Yield the shapes of the projections of each expert of a transformers layer, separate and joined."""
     count, width, inner = layer.down_proj.shape
     if layer.is_transposed:
         width, inner = inner, width
-    shapes = {"gate": (inner, width), "up": (inner, width), "down": (width, inner)}
-    return {(name, expert): shape for name, shape in shapes.items() for expert in range(count)}
+    separate = {"gate": (inner, width), "up": (inner, width), "down": (width, inner)}
+    joined = {"gate_up": (2 * inner, width), "down": (width, inner)}
+    for shapes in (separate, joined):
+        yield {(name, expert): shape for name, shape in shapes.items() for expert in range(count)}
 
 
 def _submodule(model: nn.Module, path: str) -> nn.Module | None:
@@ -196,7 +243,7 @@ def with_packed(
 ) -> tuple[type[Any], dict[str, Tensor]]:
     """Return a class whose `from_pretrained` leaves out packed weights, and its argument `state_dict`.
 
-    A packed weight that transformers would convert is dequantized, such as that of an expert on most devices.
+    Packed weights that transformers would convert are dequantized, except those of experts that the device multiplies.
 
     Args:
         cls: The PreTrainedModel to load.
@@ -212,7 +259,7 @@ def with_packed(
     plain: dict[str, Tensor] = {}
     for name, weight in weights:
         own, is_converted = name_in(name)
-        if is_converted and placing.take_expert(own.rpartition(".")[0], name, weight, model):
+        if placing.take_experts(own, name, weight, model):
             continue
         if not is_converted and placing.take(own, weight, model):
             continue

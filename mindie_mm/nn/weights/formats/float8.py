@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, Self
 
@@ -115,7 +115,8 @@ class Float8Weight(PackedWeight):
         factors = scales.float()
         if scales.dtype == torch.uint8:
             factors = (factors - _EXPONENT_BIAS).exp2()
-        self._numbers, (self._scales, self._group) = numbers, _of_groups(factors, numbers.shape, block)
+        self._numbers, self._factors, self._block = numbers, factors, block
+        self._scales, self._group = _of_groups(factors, numbers.shape, block)
 
     def dequantized(self) -> Tensor:
         groups: Tensor = self._numbers.float().unflatten(-1, (-1, self._group))
@@ -131,8 +132,18 @@ class Float8Weight(PackedWeight):
             and not bool((self._numbers.view(torch.uint8) & _NAN == _NAN).any())
         )
 
-    def layer(self, plain: nn.Linear, device: Device) -> nn.Module:
-        return device.quantized_linear(QuantizedWeight(self._numbers, self._scales.contiguous()), plain.bias)
+    def layer(self, bias: nn.Parameter | None, device: Device) -> nn.Module:
+        weight = QuantizedWeight(self._numbers.contiguous(), self._scales.contiguous())
+        return device.quantized_linear(weight, bias)
+
+    def of_experts(self, transposed: bool) -> Sequence[PackedWeight]:
+        if self._numbers.ndim != 3:
+            return ()
+        numbers, factors, block = self._numbers, self._factors, self._block or (1, self.shape[-1])
+        factors = factors.expand(len(numbers), 1, 1) if factors.numel() == 1 else factors
+        if transposed:
+            numbers, factors, block = numbers.mT, factors.mT, block[::-1]
+        return [Float8Weight(*own, block) for own in zip(numbers, factors, strict=True)]
 
 
 def runs_in_transformers(settings: Mapping[str, Any], device: Device) -> bool:
@@ -155,7 +166,7 @@ def _block(weights: Mapping[str, Any]) -> Block | None:
 def _of_groups(numbers: Tensor, shape: torch.Size, block: Block | None) -> tuple[Tensor, int]:
     """Return the scales [..., rows, groups] of a weight of `shape`, and the number of columns in a group.
 
-    A group is a block, or if the last block is shorter, the largest part that divides both.
+    A group is a block, or if the last of several blocks is shorter, the largest part that divides both.
     """
     rows, columns = shape[-2:]
     if numbers.numel() == 1:
@@ -171,5 +182,6 @@ def _of_groups(numbers: Tensor, shape: torch.Size, block: Block | None) -> tuple
             f"{list(numbers.shape)}; the shape must be {list(needed)}"
         )
     spread = numbers.repeat_interleave(block[0], -2)[..., :rows, :]
-    group = math.gcd(columns, block[1])
-    return spread.repeat_interleave(block[1] // group, -1)[..., : columns // group], group
+    width = min(block[1], columns)
+    group = math.gcd(columns, width)
+    return spread.repeat_interleave(width // group, -1)[..., : columns // group], group

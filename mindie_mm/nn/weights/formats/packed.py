@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, Self
 
@@ -17,10 +17,10 @@ Block = tuple[int, int]
 
 
 class PackedWeight(ABC):
-    """The weight of a linear layer [outputs, inputs] with fewer than 16 bits per number."""
+    """The weight of a linear layer [outputs, inputs] with fewer than 16 bits per number, or of several experts."""
 
     shape: tuple[int, ...]
-    """Shape of the unpacked weight."""
+    """Shape of the unpacked weight. The joined weights of experts have three axes."""
     has_bias: bool = False
     """True if the packed weight also contains the bias of the layer."""
 
@@ -37,8 +37,17 @@ class PackedWeight(ABC):
         return True
 
     @abstractmethod
-    def layer(self, plain: nn.Linear, device: Device) -> nn.Module:
-        """Return a layer on `device` that replaces `plain`, with the bias of `plain`."""
+    def layer(self, bias: nn.Parameter | None, device: Device) -> nn.Module:
+        """Return a linear layer on `device`. `bias` is the bias of the layer that it replaces."""
+
+    def of_experts(self, transposed: bool) -> Sequence[PackedWeight]:
+        """Return the weight of each expert, or of a weight with two axes nothing.
+
+        Args:
+            transposed: True if the joined weights are [experts, inputs, outputs].
+
+        """
+        return ()
 
 
 class IntegerWeight(PackedWeight):
@@ -55,8 +64,8 @@ class IntegerWeight(PackedWeight):
     def dequantized_bias(self) -> Tensor | None:
         return self.quantized.dequantized_bias()
 
-    def layer(self, plain: nn.Linear, device: Device) -> nn.Module:
-        return device.quantized_linear(self.quantized, None if self.has_bias else plain.bias)
+    def layer(self, bias: nn.Parameter | None, device: Device) -> nn.Module:
+        return device.quantized_linear(self.quantized, None if self.has_bias else bias)
 
 
 class Format(ABC):
