@@ -3,7 +3,7 @@
     MindieMMError
     |-- InputError                  a mistake by the caller, who has to change the call
     |   |-- MediaError              media cannot be read, fetched or decoded
-    |   |   `-- FramesMiscounted    a video has fewer or more frames than packets
+    |   |   `-- Miscounted          a video or an audio clip has another length than its packets indicate
     |   |-- LimitExceeded           a number, size or length above a limit
     |   |   `-- ContextLengthExceeded   prompt and max_tokens do not fit the model's context
     |   |-- TokenOutOfRange         a token id outside [0, vocabulary)
@@ -58,8 +58,8 @@ class MediaError(InputError):
     """Media cannot be read, fetched or decoded."""
 
 
-class FramesMiscounted(MediaError):
-    """A video has fewer or more frames than packets. The video has to be planned again."""
+class Miscounted(MediaError):
+    """A video or an audio clip has another length than its packets indicate. It has to be planned again."""
 
 
 class LimitExceeded(InputError):

@@ -76,7 +76,7 @@ MAX_FRAMES = 10_000
 class DecoderFailure(Failure, frozen=True, tag="failed"):
     """An error that a decoder may report. Other errors would cause retries, or would blame other processes."""
 
-    name: Literal["InputError", "MediaError", "FramesMiscounted", "LimitExceeded", "OperationalError"]
+    name: Literal["InputError", "MediaError", "Miscounted", "LimitExceeded", "OperationalError"]
     message: Annotated[str, msgspec.Meta(max_length=10_000)]
 
 

@@ -76,17 +76,17 @@ class Clips:
 
         """
         settings = self.mel
-        samples = open_audio(data, media.options.sampling_rate).decode(settings.rate, settings.max_samples)
-        num_frames = settings.num_frames(len(samples))
+        clip = open_audio(data, media.options.sampling_rate).clip(settings.rate, settings.max_samples)
+        num_frames = settings.num_frames(clip.num_samples)
         if num_frames < self.least_frames:
             raise MediaError(
-                f"the audio clip has {len(samples)} samples at {settings.rate} Hz; it must have at least "
+                f"the audio clip has {clip.num_samples} samples at {settings.rate} Hz; it must have at least "
                 f"{settings.least_samples(self.least_frames)}"
             )
         specs = self.specs((num_frames,))
 
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
-            write_log_mel(samples, settings, arrays[SPECTROGRAM])
+            write_log_mel(clip.decode(), settings, arrays[SPECTROGRAM])
 
         plan = Plan(
             num_features=self.num_features(num_frames),

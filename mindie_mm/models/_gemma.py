@@ -53,14 +53,14 @@ def planned_clip(media: Media, data: Data, usm: UsmSettings) -> tuple[int, str, 
         MediaError: The clip is too short for a frame.
 
     """
-    samples = open_audio(data, media.options.sampling_rate).decode(usm.rate, usm.max_samples)
-    if not (frames := usm.num_frames(len(samples))):
+    clip = open_audio(data, media.options.sampling_rate).clip(usm.rate, usm.max_samples)
+    if not (frames := usm.num_frames(clip.num_samples)):
         raise MediaError(
-            f"the audio clip has {len(samples)} samples at {usm.rate} Hz; it must have at least {usm.least_samples}"
+            f"the audio clip has {clip.num_samples} samples at {usm.rate} Hz; it must have at least {usm.least_samples}"
         )
 
     def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
-        write_usm(samples, usm, arrays[SPECTROGRAM])
+        write_usm(clip.decode(), usm, arrays[SPECTROGRAM])
 
     return frames, f"sound of {media.options.sampling_rate}, {usm}", write
 

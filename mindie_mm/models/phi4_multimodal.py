@@ -177,14 +177,15 @@ class Phi4MultimodalProcessor(Processor):
 
     def _plan_audio(self, media: Media, data: Data, projector: int) -> tuple[Plan, Write]:
         fbank = self._fbank
-        samples = open_audio(data, media.options.sampling_rate).decode(fbank.rate, fbank.num_samples(self._most_frames))
-        if not (frames := fbank.num_frames(len(samples))):
+        clip = open_audio(data, media.options.sampling_rate).clip(fbank.rate, fbank.num_samples(self._most_frames))
+        if not (frames := fbank.num_frames(clip.num_samples)):
             raise MediaError(
-                f"the audio clip has {len(samples)} samples at {fbank.rate} Hz; it must have at least {fbank.window}"
+                f"the audio clip has {clip.num_samples} samples at {fbank.rate} Hz; it must have at least "
+                f"{fbank.window}"
             )
 
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
-            write_fbank(samples, fbank, arrays[_FBANK])
+            write_fbank(clip.decode(), fbank, arrays[_FBANK])
 
         grid = (frames, projector)
         settings = f"sound of {media.options.sampling_rate}, {fbank}, projector {projector}"

@@ -17,7 +17,7 @@ import numpy as np
 
 from mindie_mm.decode import Decoders
 from mindie_mm.decode.decoder_messages import DecoderSetup
-from mindie_mm.errors import ContextLengthExceeded, FramesMiscounted, InputError
+from mindie_mm.errors import ContextLengthExceeded, InputError, Miscounted
 from mindie_mm.inputs import PROMPT, Kind, Message, Text
 from mindie_mm.media.guard.caps import decoding_to_count
 from mindie_mm.models import family_of, processor_of, reading
@@ -116,8 +116,8 @@ class Prompts:
     async def make(self, requests: Sequence[TokenizeRequest]) -> list[Prompt]:
         """Return the prompts of `requests`, which have the same path file. Their blocks are allocated together.
 
-        After FramesMiscounted, the prompts are made a second time. Videos are then decoded to count their frames, so
-        that frames are sampled from the true number of frames.
+        After Miscounted, the prompts are made a second time. Videos and audio clips are then decoded to count their
+        frames and samples, so that the prompts have as many placeholders as features.
 
         Raises:
             InputError: A request or an item is invalid.
@@ -134,7 +134,7 @@ class Prompts:
         requests = await self._with_pages(requests)
         try:
             return await self._make(requests)
-        except FramesMiscounted:
+        except Miscounted:
             with decoding_to_count():
                 return await self._make(requests)
 
@@ -154,7 +154,7 @@ class Prompts:
         requests = await self._with_pages(requests)
         try:
             return await self._plan(requests, fill=fill)
-        except FramesMiscounted:
+        except Miscounted:
             with decoding_to_count():
                 return await self._plan(requests, fill=fill)
 

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from mindie_mm.decode import decoders
-from mindie_mm.errors import FramesMiscounted, InputError, LimitExceeded, MediaError
+from mindie_mm.errors import InputError, LimitExceeded, MediaError, Miscounted
 from mindie_mm.inputs import Embeddings
 from mindie_mm.media.video.encoded_video import EncodedVideo
 from mindie_mm.settings.config import MediaCaps
@@ -180,7 +180,7 @@ def test_videos_with_a_wrong_packet_count_are_planned_again(pair: Pair) -> None:
     def miscounted(data: bytes) -> bool:
         try:
             return not list(EncodedVideo.open(data).decode([0]))
-        except FramesMiscounted:
+        except Miscounted:
             return True
 
     data = next(filter(miscounted, (whole[:-size] + bytes(size) for size in range(50, 1500, 50))))

@@ -41,7 +41,7 @@ def other(data):
     kinds += [refusal(dice.choice(NAMES)), {}, [], 7]
     return msgspec.msgpack.encode(dice.choice(kinds))
 
-NAMES = ["MediaError", "InputError", "LimitExceeded", "OperationalError", "FramesMiscounted", "ProcessDied",
+NAMES = ["MediaError", "InputError", "LimitExceeded", "OperationalError", "Miscounted", "ProcessDied",
          "NoProcess", "ZeroDivisionError", "MindieMMError", "UnsupportedCheckpoint", "ServiceStopping"]
 
 def refusal(name):

@@ -264,7 +264,7 @@ FORGED: dict[str, str] = {
     "the reload of an engine": "fields = refused('EngineReloaded')",
     "a long message": "fields = refused('MediaError', 'a' * 10**5)",
     "an error": "fields = refused('OperationalError')",
-    "a miscounted video": "fields = refused('FramesMiscounted')",
+    "a miscounted video": "fields = refused('Miscounted')",
 }
 """Statements that change the fields of a plan. `pixels` is the spec of the plan's only array."""
 FORGING = f"""

@@ -325,6 +325,38 @@ def test_the_padding_of_a_lossy_format_does_not_count(container, codec):
         decode(data, 5 * RATE // 2)
 
 
+@pytest.mark.parametrize("codec", ["aac", "alac", "libmp3lame"])
+@pytest.mark.parametrize(("skipped", "shown"), [(0, 1), (0, 0.5), (0.1, 0.5), (0.013, 1), (0.5, 0.2)])
+def test_packets_count_the_samples_that_an_edit_list_shows(codec, skipped, shown):
+    data = encode_with_ffmpeg(tone(1.3, 44_100), 44_100, "ipod" if codec == "alac" else "mp4", codec)
+    at = data.index(b"elst") + 12
+    duration, begin = struct.unpack_from(">Ii", data, at)
+    edit = struct.pack(">Ii", int(duration * shown), begin + int(1.3 * 44_100 * skipped))
+    clip = open_audio(data[:at] + edit + data[at + 8 :]).clip(RATE, 60 * RATE)
+    assert len(clip.decode()) == clip.num_samples
+
+
+@pytest.mark.parametrize(("file_format", "subtype"), [*LOSSLESS, ("OGG", "OPUS"), ("MP3", "MPEG_LAYER_III")])
+@pytest.mark.parametrize("kept", [0.3, 0.6, 0.95])
+def test_the_plan_of_a_truncated_clip_is_refused_or_has_its_samples(file_format, subtype, kept):
+    data = encode_sound(tone(1.3, 48_000), 48_000, file_format, subtype)
+    data = data[: int(len(data) * kept)]
+    try:
+        clip = open_audio(data).clip(RATE, 60 * RATE)
+    except MediaError:
+        with pytest.raises(MediaError):
+            decode(data)
+        return
+    try:
+        samples = decode(data)
+    except MediaError:
+        with pytest.raises(MediaError):
+            clip.decode()
+        return
+    assert np.array_equal(clip.decode(), samples)
+    assert len(samples) == clip.num_samples
+
+
 @pytest.mark.parametrize(
     ("container", "valid"),
     [

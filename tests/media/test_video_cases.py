@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from av.filter import Graph
 
-from mindie_mm.errors import FramesMiscounted, LimitExceeded, MediaError
+from mindie_mm.errors import LimitExceeded, MediaError, Miscounted
 from mindie_mm.media.guard.caps import decoding_to_count, under
 from mindie_mm.media.video.encoded_video import EncodedVideo
 from mindie_mm.media.video.timeline import PLACEHOLDER
@@ -293,7 +293,7 @@ def taken(data: bytes, indices: Sequence[int]) -> int:
 
     try:
         return found()
-    except FramesMiscounted:
+    except Miscounted:
         with decoding_to_count():
             return found()
 

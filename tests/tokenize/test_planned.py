@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from mindie_mm.errors import InputError, MediaError
+from mindie_mm.errors import InputError, MediaError, Miscounted
+from mindie_mm.media.audio.encoded_audio import open_audio
+from mindie_mm.media.guard.caps import decoding_to_count
 from mindie_mm.media.image.encoded_image import open_image
-from mindie_mm.shm import Ref, arenas_of, attach
+from mindie_mm.shm import Arena, Ref, arenas_of, attach, release
 from mindie_mm.shm.format.item import ITEM
 from mindie_mm.tokenize import Tokenizer
 from tests.attacks.images import chunk
 from tests.heic_samples import coded, heif
 from tests.media_samples import encode_video, encoded, moving_frames, photograph
+from tests.models.test_qwen2_audio import TestQwen2Audio as _Qwen2Audio
+from tests.sound_samples import encode_sound, encode_with_ffmpeg, speech, tone
 
 
 def chat(*media: dict, text: str = "What is this?", **extra) -> list[dict]:
@@ -164,11 +170,31 @@ UNDECODED_VIDEOS = {
     "AV1 in MP4": {"codec": "libsvtav1"},
 }
 """Arguments of `encode_video` for videos that are planned without decoding them."""
+SOUND = tone(1.3, 48_000)
+UNDECODED_CLIPS = {
+    "speech": speech(1),
+    **{name: encode_sound(SOUND, 48_000, name) for name in ("WAV", "FLAC", "AIFF", "CAF", "W64", "AU", "NIST")},
+    "Opus in Ogg": encode_sound(SOUND, 48_000, "OGG", "OPUS"),
+    "MP3": encode_sound(SOUND, 48_000, "MP3", "MPEG_LAYER_III"),
+    "ADPCM in WAV": encode_sound(SOUND, 48_000, "WAV", "IMA_ADPCM"),
+    "GSM in WAV": encode_sound(SOUND, 48_000, "WAV", "GSM610"),
+    "ALAC in CAF": encode_sound(SOUND, 48_000, "CAF", "ALAC_16"),
+    "AAC in M4A": encode_with_ffmpeg(SOUND, 48_000, "ipod", "aac"),
+    "ALAC in M4A": encode_with_ffmpeg(SOUND, 48_000, "ipod", "alac"),
+    "MP3 in MP4": encode_with_ffmpeg(SOUND, 48_000, "mp4", "libmp3lame"),
+    "AAC in ADTS": encode_with_ffmpeg(SOUND, 48_000, "adts", "aac"),
+    "Opus in WebM": encode_with_ffmpeg(SOUND, 48_000, "webm", "libopus"),
+    "PCM in AVI": encode_with_ffmpeg(SOUND, 48_000, "avi", "pcm_s16le"),
+    "PCM in MOV": encode_with_ffmpeg(SOUND, 48_000, "mov", "pcm_s16le"),
+    "PCM in MKV": encode_with_ffmpeg(SOUND, 48_000, "matroska", "pcm_s16le"),
+    "AMR": (Path(__file__).parents[1] / "cases/films/voice.amr").read_bytes(),
+}
+"""Audio clips that are planned without decoding them."""
 
 
 @pytest.fixture
 def no_decoding(monkeypatch) -> None:
-    """Make every decoder of images and videos raise an error in this process."""
+    """Make every decoder of media raise an error in this process."""
 
     def decode(*args: object, **options: object) -> None:
         raise AssertionError("a plan decodes")
@@ -181,6 +207,7 @@ def no_decoding(monkeypatch) -> None:
         ),
         *("PIL.WebPImagePlugin.WebPImageFile.load", "simplejpeg.decode_jpeg"),
         "mindie_mm.media.video.encoded_video._stream_to_decode",
+        "mindie_mm.media.audio.encoded_audio.frames_of",
         *(f"mindie_mm.media.image.{name}.decode" for name in ("anymap.Anymap", "heic.HeicImage")),
     ):
         monkeypatch.setattr(place, decode)
@@ -197,6 +224,58 @@ def test_images_are_planned_without_decoding(tokenizer, name):
 def test_videos_are_planned_without_decoding(tokenizer, name):
     video = encode_video(FRAMES, **UNDECODED_VIDEOS[name])
     assert tokenizer.plan(chat({"video": video})).spans[0].num_features > 1
+
+
+@pytest.fixture(scope="module")
+def audio_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the path of a small checkpoint for audio clips of up to 2 s."""
+    path = tmp_path_factory.mktemp("audio")
+    _Qwen2Audio.write_checkpoint(path)
+    return path
+
+
+@pytest.fixture
+def listener(audio_checkpoint: Path, arena: Arena) -> Iterator[Tokenizer]:
+    with Tokenizer.from_pretrained(audio_checkpoint, arena=arena) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("name", UNDECODED_CLIPS)
+@pytest.mark.usefixtures("no_decoding")
+def test_audio_clips_are_planned_without_decoding(listener, name):
+    assert listener.plan(chat({"audio": UNDECODED_CLIPS[name]})).spans[0].num_features > 1
+
+
+@pytest.mark.parametrize("name", UNDECODED_CLIPS)
+def test_the_plan_of_an_audio_clip_is_that_of_its_samples(listener, name):
+    plan = listener.plan(chat({"audio": UNDECODED_CLIPS[name]}))
+    with decoding_to_count():
+        decoded = listener.plan(chat({"audio": UNDECODED_CLIPS[name]}))
+    assert plan.ids.tolist() == decoded.ids.tolist()
+    assert plan.spans == decoded.spans
+
+
+@pytest.mark.usefixtures("no_decoding")
+def test_a_plan_decodes_audio_whose_samples_packets_do_not_count(listener):
+    """The number of samples of a Vorbis packet depends on the packet before it."""
+    with pytest.raises(AssertionError, match="a plan decodes"):
+        listener.plan(chat({"audio": encode_sound(SOUND, 48_000, "OGG", "VORBIS")}))
+
+
+def test_a_clip_with_fewer_samples_than_its_packets_indicate_is_planned_again(listener, tmp_path):
+    """FFmpeg passes over frames that cannot be decoded, but they are packets like others."""
+    whole = encode_with_ffmpeg(SOUND, 48_000, "adts", "aac")
+    frames = whole.split(whole[:4])
+    frames[20:24] = [frame[:3] + bytes(len(frame) - 3) for frame in frames[20:24]]
+    data = whole[:4].join(frames)
+    clip = open_audio(data).clip(16_000, 32_000)
+    with pytest.raises(Miscounted, match=rf"^1\d+ samples at 16000 Hz .* indicate {clip.num_samples}$"):
+        clip.decode()
+    ids = listener.tokenize_chat(chat({"audio": data}), tmp_path / "shm_name.txt")
+    release(tmp_path / "shm_name.txt")
+    with decoding_to_count():
+        assert len(ids) == len(listener.plan(chat({"audio": data})))
+    assert len(ids) < len(listener.plan(chat({"audio": data})))
 
 
 @pytest.mark.usefixtures("no_decoding")

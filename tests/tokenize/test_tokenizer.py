@@ -17,10 +17,10 @@ import mindie_mm
 from mindie_mm.errors import (
     ArenaFull,
     ContextLengthExceeded,
-    FramesMiscounted,
     InputError,
     LimitExceeded,
     MediaError,
+    Miscounted,
     TokenOutOfRange,
     UnsupportedCheckpoint,
 )
@@ -279,7 +279,7 @@ def test_a_video_with_a_wrong_packet_count_is_planned_again(tokenizer, arena, sp
     def miscounted(data: bytes) -> bool:
         try:
             return not list(EncodedVideo.open(data).decode([0]))
-        except FramesMiscounted:
+        except Miscounted:
             return True
 
     data = next(filter(miscounted, (whole[:-size] + bytes(size) for size in range(50, 1500, 50))))

@@ -8,7 +8,7 @@ ceil(samples * rate / source rate) samples.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -19,11 +19,20 @@ from av.audio.stream import AudioStream
 from av.container import InputContainer
 from numpy.typing import NDArray
 
-from mindie_mm.errors import InputError, LimitExceeded, MediaError
+from mindie_mm.errors import InputError, LimitExceeded, MediaError, Miscounted
 from mindie_mm.media.audio.declared_length import declared_length_s, is_truncated
+from mindie_mm.media.audio.packet_samples import num_decoded
 from mindie_mm.media.document.pages import DocumentPage
-from mindie_mm.media.guard.caps import caps, length_text
-from mindie_mm.media.guard.container import BARE, best_stream, check_codec, frames_of, open_container, reading
+from mindie_mm.media.guard.caps import caps, decodes_to_count, length_text
+from mindie_mm.media.guard.container import (
+    BARE,
+    best_stream,
+    check_codec,
+    frames_of,
+    open_container,
+    packets_of,
+    reading,
+)
 from mindie_mm.media.image.encoded_image import Data
 
 CONTAINERS = (
@@ -60,6 +69,15 @@ Samples = NDArray[np.float32]
 """Samples of one channel, float32 [samples], mostly within [-1, 1]."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Clip:
+    """The samples of a clip at the rate of a model, which may not be decoded yet."""
+
+    num_samples: int
+    decode: Callable[[], Samples]
+    """Function that returns the samples."""
+
+
 @dataclass(frozen=True, slots=True)
 class EncodedAudio:
     """A clip whose container has been read and checked against the limits. The samples are not decoded yet."""
@@ -77,10 +95,12 @@ class EncodedAudio:
     """Maximum length in seconds of the silence that the encoder may have added."""
     declared_s: float
     """Length in seconds that the file must have if it is complete, or 0 if this is unknown."""
+    num_in_packets: int | None
+    """Number of samples per channel to decode, counted from the packets. None if they were not counted."""
 
     @classmethod
-    def open(cls, data: bytes) -> EncodedAudio:
-        """Read the container of `data` without decoding it.
+    def open(cls, data: bytes, *, counts: bool = True) -> EncodedAudio:
+        """Read the container of `data` without decoding it. `counts` says whether to count the samples of its packets.
 
         Raises:
             MediaError: The data cannot be read as audio.
@@ -97,13 +117,44 @@ class EncodedAudio:
             declared_s = declared_length_s(container, stream, data)
             durations = [container.duration and container.duration / av.time_base]
             durations += [stream.duration and stream.time_base and float(stream.duration * stream.time_base)]
-        _check_rate(rate)
-        if not 1 <= num_channels <= MAX_CHANNELS:
-            raise LimitExceeded(f"the audio clip has {num_channels} channels; the limit is {MAX_CHANNELS}")
-        if (stated := max(filter(None, durations), default=0.0)) > limits.max_audio_seconds:
-            length = length_text(stated, limits.max_audio_seconds)
-            raise LimitExceeded(f"the audio clip lasts {length}; the limit is {limits.max_audio_seconds:g} s")
-        return cls(rate, data, limits.max_audio_samples, limits.max_video_pixels, stated, padding_s, declared_s)
+            _check_rate(rate)
+            if not 1 <= num_channels <= MAX_CHANNELS:
+                raise LimitExceeded(f"the audio clip has {num_channels} channels; the limit is {MAX_CHANNELS}")
+            if (stated := max(filter(None, durations), default=0.0)) > limits.max_audio_seconds:
+                length = length_text(stated, limits.max_audio_seconds)
+                raise LimitExceeded(f"the audio clip lasts {length}; the limit is {limits.max_audio_seconds:g} s")
+            most, max_pixels, number = limits.max_audio_samples, limits.max_video_pixels, None
+            if counts and not decodes_to_count():
+                packets = packets_of(container, stream, len(data))
+                number = num_decoded(packets, container.format.name, stream, num_channels, most)
+        return cls(rate, data, most, max_pixels, stated, padding_s, declared_s, number)
+
+    def clip(self, rate: int, max_samples: int) -> Clip:
+        """Return the clip at `rate` Hz. It is decoded if the samples of its packets were not counted.
+
+        Raises:
+            MediaError, LimitExceeded: In the same cases as `decode`. If the clip is not decoded yet, `Clip.decode`
+                raises some of these errors, and Miscounted if it finds another number of samples.
+
+        """
+        if (num_source := self.num_in_packets) is None:
+            samples = self.decode(rate, max_samples)
+            return Clip(len(samples), lambda: samples)
+        self._check_length(num_source, self.rate, rate, max_samples)
+        if num_source > self.max_source_samples:
+            raise self._too_many_samples()
+        num_samples = min(math.ceil(num_source * rate / self.rate), max_samples)
+
+        def decode() -> Samples:
+            samples = self.decode(rate, max_samples)
+            if len(samples) != num_samples:
+                raise Miscounted(
+                    f"{len(samples)} samples at {rate} Hz could be decoded from the audio clip, but its packets "
+                    f"indicate {num_samples}"
+                )
+            return samples
+
+        return Clip(num_samples, decode)
 
     def decode(self, rate: int, max_samples: int) -> Samples:
         """Return the samples at `rate` Hz. The clip is not decoded beyond `max_samples`, apart from a margin.
@@ -125,14 +176,12 @@ class EncodedAudio:
                 pieces.append(_mono(frame))
                 num_samples += len(pieces[-1])
                 if num_samples > self.max_source_samples:
-                    raise LimitExceeded(f"the audio clip has more samples than the limit of {self.max_source_samples}")
+                    raise self._too_many_samples()
                 if num_samples >= _num_source_samples(max_samples, own_rate, rate):
                     break
         if not num_samples:
             raise MediaError("the audio clip has no samples")
-        if num_samples > math.ceil(max_samples * own_rate / rate) + self.padding_s * own_rate:
-            raise _too_long(max(self.stated_s, num_samples / own_rate), max_samples / rate)
-        self._require_whole(num_samples / own_rate)
+        self._check_length(num_samples, own_rate, rate, max_samples)
         return _resample(np.concatenate(pieces), own_rate, rate, max_samples)
 
     def speech(self, rate: int) -> NDArray[np.int16]:
@@ -158,7 +207,7 @@ class EncodedAudio:
                 pieces.append(_int16(samples if resampler is None else resampler.resample_chunk(samples)))
                 num_samples += len(pieces[-1])
                 if num_samples > self.max_source_samples:
-                    raise LimitExceeded(f"the audio clip has more samples than the limit of {self.max_source_samples}")
+                    raise self._too_many_samples()
         if not num_source:
             raise MediaError("the audio clip has no samples")
         self._require_whole(num_source / own_rate)
@@ -172,6 +221,21 @@ class EncodedAudio:
         If the container states no length, 30 s are assumed.
         """
         return min(math.ceil((self.stated_s or _UNSTATED_S) * rate + _MARGIN_S * rate), self.max_source_samples)
+
+    def _too_many_samples(self) -> LimitExceeded:
+        return LimitExceeded(f"the audio clip has more samples than the limit of {self.max_source_samples}")
+
+    def _check_length(self, num_source: int, own_rate: int, rate: int, max_samples: int) -> None:
+        """Check a clip of `num_source` samples. The other arguments are its rate, and those of `decode`.
+
+        Raises:
+            MediaError: The clip is truncated.
+            LimitExceeded: The clip has more than `max_samples` at `rate` Hz, apart from padding of a lossy format.
+
+        """
+        if num_source > math.ceil(max_samples * own_rate / rate) + self.padding_s * own_rate:
+            raise _too_long(max(self.stated_s, num_source / own_rate), max_samples / rate)
+        self._require_whole(num_source / own_rate)
 
     def _require_whole(self, length_s: float) -> None:
         """Raise MediaError if the clip lacks its end."""
@@ -200,6 +264,11 @@ class DecodedAudio:
     rate: int | None
     """Sampling rate in Hz. None means the sampling rate of the model."""
 
+    def clip(self, rate: int, max_samples: int) -> Clip:
+        """Return the clip at `rate` Hz. Raise LimitExceeded if it has more than `max_samples`."""
+        samples = self.decode(rate, max_samples)
+        return Clip(len(samples), lambda: samples)
+
     def decode(self, rate: int, max_samples: int) -> Samples:
         """Return the samples at `rate` Hz. Raise LimitExceeded if there are more than `max_samples`."""
         own_rate = self.rate or rate
@@ -208,13 +277,14 @@ class DecodedAudio:
         return _resample(self.samples, own_rate, rate, max_samples)
 
 
-def open_audio(data: Data, rate: int | None = None) -> EncodedAudio | DecodedAudio:
-    """Read the header of a clip. Call `decode` on the result to decode the samples.
+def open_audio(data: Data, rate: int | None = None, *, counts: bool = True) -> EncodedAudio | DecodedAudio:
+    """Read the header of a clip. Call `clip` on the result to learn its length, and `decode` to decode the samples.
 
     Args:
         data: An encoded clip, or samples of one channel.
         rate: Sampling rate of the samples in Hz. None means the sampling rate of the model. Not allowed for an encoded
             clip.
+        counts: Whether to count the samples of an encoded clip from its packets, which `clip` then need not decode.
 
     Raises:
         InputError: `rate` is given for an encoded clip.
@@ -227,7 +297,7 @@ def open_audio(data: Data, rate: int | None = None) -> EncodedAudio | DecodedAud
         return DecodedAudio(data, rate)
     if rate is not None:
         raise InputError(f"sampling_rate is {rate}, but an encoded clip has its own rate; leave sampling_rate out")
-    return EncodedAudio.open(data)
+    return EncodedAudio.open(data, counts=counts)
 
 
 def num_audio_tracks(data: bytes) -> int:

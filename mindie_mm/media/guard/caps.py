@@ -118,7 +118,7 @@ def under(these: MediaCaps, *, limits_request_pixels: bool = True) -> Iterator[W
 
 @contextmanager
 def decoding_to_count() -> Iterator[None]:
-    """Decode each video that is opened inside this context to count its frames, instead of counting its packets."""
+    """Decode each video and clip that is opened inside this context to count its frames, instead of its packets."""
     token = _decodes_to_count.set(True)
     try:
         yield

@@ -14,7 +14,7 @@ from av.container import InputContainer
 from av.video.stream import VideoStream
 from numpy.typing import NDArray
 
-from mindie_mm.errors import FramesMiscounted, InputError, LimitExceeded, MediaError, naming
+from mindie_mm.errors import InputError, LimitExceeded, MediaError, Miscounted, naming
 from mindie_mm.media.document.pages import DocumentPage
 from mindie_mm.media.guard import cancellation
 from mindie_mm.media.guard.caps import VideoSample, Work, decodes_to_count, length_text, work
@@ -173,13 +173,13 @@ class EncodedVideo:
         Raises:
             MediaError: The video ends before the last of `indices`.
             LimitExceeded: A frame has too many pixels.
-            FramesMiscounted: The video has more or fewer frames than its packets indicated.
+            Miscounted: The video has more or fewer frames than its packets indicated.
 
         """
         taken = 0
 
         def broken() -> MediaError:
-            kind = FramesMiscounted if self.is_counted else MediaError
+            kind = Miscounted if self.is_counted else MediaError
             decoded = min(taken, len(indices))
             return kind(f"the video is broken: only {decoded} of {len(indices)} sampled frames could be decoded")
 
@@ -199,7 +199,7 @@ class EncodedVideo:
         PyAV errors are propagated unchanged.
 
         Raises:
-            FramesMiscounted: The video has more frames than its packets indicated.
+            Miscounted: The video has more frames than its packets indicated.
 
         """
         taken = 0
@@ -214,7 +214,7 @@ class EncodedVideo:
             stream = _stream_to_decode(container, self.max_pixels)
             for index, frame in enumerate(frames_of_video(container, stream, len(self.data))):
                 if index == self.num_frames:
-                    raise FramesMiscounted(f"the video has more than the {index} frames that its packets indicate")
+                    raise Miscounted(f"the video has more than the {index} frames that its packets indicate")
                 while taken < len(indices) and index == indices[taken]:
                     yield frame
                     taken += 1
