@@ -128,6 +128,7 @@ def judged(tmp_path_factory):
         (root / name).mkdir()
         shutil.copyfile(FOLDER / name / "config.json", root / name / "config.json")
         folders[name] = root / name
+    folders["with a preprocessor's settings"] = FOLDER / "qwen2_vl_olmocr"
     for name, config in EXAMPLES.items():
         folders[f"family {name}"] = root / "examples" / name
         folders[f"family {name}"].mkdir(parents=True)
@@ -155,6 +156,11 @@ def test_a_media_token_outside_the_vocabulary_is_an_error(tmp_path):
     (found,) = judge(tmp_path, None, (64, 64))
     assert (found.subject, found.status) == ("family", "error")
     assert "a token of image items has the id 151679; ids must be below 128896" in found.advice
+
+
+def test_the_settings_of_a_preprocessor_are_read_without_torch(judged):
+    assert "preprocessor_config.json" in os.listdir(FOLDER / "qwen2_vl_olmocr")
+    assert not [one for one in judged["with a preprocessor's settings"].values() if one["status"] == "error"]
 
 
 def test_neither_torch_nor_modeling_code_is_imported(judged):

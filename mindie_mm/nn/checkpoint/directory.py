@@ -376,7 +376,8 @@ def _implied_class(kind: Kind, settings: Mapping[str, Any]) -> str | None:
         import transformers  # imported late: few processes that read a checkpoint need it
 
         name = str(image).removesuffix("Fast").removesuffix("Pil").replace("ImageProcessor", "VideoProcessor")
-        return name if name in transformers.__all__ else None  # dir() takes 0.2 s
+        # dir() takes 0.2 s. The doctor's stand-in for transformers has no list.
+        return name if name in getattr(transformers, "__all__", ()) else None
     return None
 
 
