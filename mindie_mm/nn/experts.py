@@ -204,10 +204,10 @@ def _together(layers: Sequence[nn.Module]) -> nn.Module:
     """Return one layer whose output is the concatenated output of `layers`."""
     if len(layers) == 1:
         return layers[0]
-    first = layers[0]
-    if isinstance(first, QuantizedLinear) and all(type(layer) is type(first) for layer in layers):
+    quantized = [layer for layer in layers if isinstance(layer, QuantizedLinear)]
+    if len(quantized) == len(layers) and len({type(layer) for layer in quantized}) == 1:
         with suppress(ValueError):  # they round their input differently
-            return first.joined(layers)
+            return quantized[0].joined(quantized)
     return SideBySide(layers)
 
 

@@ -130,9 +130,18 @@ class Normalization:
         return cls(mean, std, factor)
 
     def table(self) -> bytes:
-        """Return the normalized value of each byte, for each of three channels: float32 [3, 256], little-endian."""
-        values = torch.arange(256, dtype=torch.uint8).view(1, 256, 1, 1).expand(-1, -1, -1, 3)
-        return self(values).reshape(3, 256).numpy().astype("<f4").tobytes()
+        """Return the normalized value of each byte, for each of three channels: float32 [3, 256], little-endian.
+
+        The values equal those of `__call__`. numpy computes them, because families are also checked without torch.
+        """
+        values = np.tile(np.arange(256, dtype=np.float32), (3, 1))
+        if self.mean:
+            scale = np.float32(1.0 / self.rescale_factor)
+            mean, std = (np.array(v, np.float32).reshape(-1, 1) * scale for v in (self.mean, self.std))
+            values = (values - mean) / std
+        elif self.rescale_factor != 1.0:
+            values *= np.float32(self.rescale_factor)
+        return values.astype("<f4").tobytes()
 
     def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
         """Normalize images as transformers' torchvision backend does, bit for bit.

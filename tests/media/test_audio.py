@@ -339,7 +339,7 @@ def test_packets_count_the_samples_that_an_edit_list_shows(codec, skipped, shown
 @pytest.mark.parametrize(("file_format", "subtype"), [*LOSSLESS, ("OGG", "OPUS"), ("MP3", "MPEG_LAYER_III")])
 @pytest.mark.parametrize("kept", [0.3, 0.6, 0.95])
 def test_the_plan_of_a_truncated_clip_is_refused_or_has_its_samples(file_format, subtype, kept):
-    data = encode_sound(tone(1.3, 48_000), 48_000, file_format, subtype)
+    data = encode_audio(tone(1.3, 48_000), 48_000, file_format, subtype)
     data = data[: int(len(data) * kept)]
     try:
         clip = open_audio(data).clip(RATE, 60 * RATE)

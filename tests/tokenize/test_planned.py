@@ -19,10 +19,10 @@ from mindie_mm.shm import Arena, Ref, arenas_of, attach, release
 from mindie_mm.shm.format.item import ITEM
 from mindie_mm.tokenize import Tokenizer
 from tests.attacks.images import chunk
+from tests.audio_samples import encode_audio, encode_with_ffmpeg, speech, tone
 from tests.heic_samples import coded, heif
 from tests.media_samples import encode_video, encoded, moving_frames, photograph
 from tests.models.test_qwen2_audio import TestQwen2Audio as _Qwen2Audio
-from tests.sound_samples import encode_sound, encode_with_ffmpeg, speech, tone
 
 
 def chat(*media: dict, text: str = "What is this?", **extra) -> list[dict]:
@@ -173,12 +173,12 @@ UNDECODED_VIDEOS = {
 SOUND = tone(1.3, 48_000)
 UNDECODED_CLIPS = {
     "speech": speech(1),
-    **{name: encode_sound(SOUND, 48_000, name) for name in ("WAV", "FLAC", "AIFF", "CAF", "W64", "AU", "NIST")},
-    "Opus in Ogg": encode_sound(SOUND, 48_000, "OGG", "OPUS"),
-    "MP3": encode_sound(SOUND, 48_000, "MP3", "MPEG_LAYER_III"),
-    "ADPCM in WAV": encode_sound(SOUND, 48_000, "WAV", "IMA_ADPCM"),
-    "GSM in WAV": encode_sound(SOUND, 48_000, "WAV", "GSM610"),
-    "ALAC in CAF": encode_sound(SOUND, 48_000, "CAF", "ALAC_16"),
+    **{name: encode_audio(SOUND, 48_000, name) for name in ("WAV", "FLAC", "AIFF", "CAF", "W64", "AU", "NIST")},
+    "Opus in Ogg": encode_audio(SOUND, 48_000, "OGG", "OPUS"),
+    "MP3": encode_audio(SOUND, 48_000, "MP3", "MPEG_LAYER_III"),
+    "ADPCM in WAV": encode_audio(SOUND, 48_000, "WAV", "IMA_ADPCM"),
+    "GSM in WAV": encode_audio(SOUND, 48_000, "WAV", "GSM610"),
+    "ALAC in CAF": encode_audio(SOUND, 48_000, "CAF", "ALAC_16"),
     "AAC in M4A": encode_with_ffmpeg(SOUND, 48_000, "ipod", "aac"),
     "ALAC in M4A": encode_with_ffmpeg(SOUND, 48_000, "ipod", "alac"),
     "MP3 in MP4": encode_with_ffmpeg(SOUND, 48_000, "mp4", "libmp3lame"),
@@ -259,7 +259,7 @@ def test_the_plan_of_an_audio_clip_is_that_of_its_samples(listener, name):
 def test_a_plan_decodes_audio_whose_samples_packets_do_not_count(listener):
     """The number of samples of a Vorbis packet depends on the packet before it."""
     with pytest.raises(AssertionError, match="a plan decodes"):
-        listener.plan(chat({"audio": encode_sound(SOUND, 48_000, "OGG", "VORBIS")}))
+        listener.plan(chat({"audio": encode_audio(SOUND, 48_000, "OGG", "VORBIS")}))
 
 
 def test_a_clip_with_fewer_samples_than_its_packets_indicate_is_planned_again(listener, tmp_path):
