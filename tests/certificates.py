@@ -1,4 +1,4 @@
-"""Certificates for tests of TLS."""
+"""Certificates for tests with TLS."""
 
 from __future__ import annotations
 

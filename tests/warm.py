@@ -4,7 +4,7 @@ To the kernel and to observers, these copies look like processes that a shell ha
 parents, command lines, descriptors, signal handlers and exit statuses.
 
 A copy saves the time to start an interpreter and import modules, which is fifteen seconds for the three processes of a
-service. Tests of the startup itself use `tools.serving` and subprocess.
+service. Tests for the startup itself use `tools.serving` and subprocess.
 """
 
 from __future__ import annotations

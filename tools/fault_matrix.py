@@ -93,8 +93,8 @@ def run(rig: Rig, point: Point) -> Run:
         _bring_about(point, before, rig)
         seen = _wait_for_death(trigger, before, rig, run_result)
         died = time.monotonic()
-        everybody = point.role == "api" or point.cause == "stop"
-        gone = [process for role, process in seen if everybody or role in _DYING.get(point.role, [point.role])]
+        all_die = point.role == "api" or point.cause == "stop"
+        gone = [process for role, process in seen if all_die or role in _DYING.get(point.role, [point.role])]
         if point.role in ("replica", "fork_server"):  # the other engine, or the next fork server, lives
             gone = _dead(gone, run_result)
         _look(rig, point, gone, died, run_result)
@@ -182,8 +182,8 @@ def _bring_about(point: Point, before: dict[str, list[psutil.Process]], rig: Rig
 
 def _look(rig: Rig, point: Point, gone: list[psutil.Process], died: float, run_result: Run) -> None:
     """Wait until nothing from the dead processes is left and the service answers again."""
-    everybody_dead = point.name == "everything"  # only the next service can clean up
-    if not everybody_dead:
+    all_dead = point.name == "everything"  # only the next service can clean up
+    if not all_dead:
         _wait_for_nothing_left(gone, died, run_result)
     if point.role == "api" or point.cause == "stop":
         status = rig.service.process.wait(DEADLINE_S)
@@ -195,7 +195,7 @@ def _look(rig: Rig, point: Point, gone: list[psutil.Process], died: float, run_r
             run_result.troubles.append(f"the next request: {said}")
             return
     run_result.answered_s = round(time.monotonic() - died, 3)
-    if everybody_dead:
+    if all_dead:
         _wait_for_nothing_left(gone, time.monotonic(), run_result)
 
 

@@ -351,9 +351,9 @@ def write_tokenizer(out: Path, special: Mapping[str, int], spelled: tuple[str, .
     class_name = settings.get("tokenizer_class")
     is_byte_level = class_name not in {"LlamaTokenizer", "GemmaTokenizer", None} or "<unk>" not in special
     split: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    blanks: dict[str, Any] = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    spaces: dict[str, Any] = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
     if spelled:  # Fuyu's processor drops the first piece of each encoded text, which is the same for every text
-        blanks = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, blanks]}
+        spaces = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, spaces]}
     entry = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     added = sorted((index, token) for token, index in special.items() if token not in spelled)
     described = {
@@ -361,7 +361,7 @@ def write_tokenizer(out: Path, special: Mapping[str, int], spelled: tuple[str, .
         "truncation": None,
         "padding": None,
         "added_tokens": [{"id": index, "content": token, **entry} for index, token in added],
-        "normalizer": None if is_byte_level else blanks,
+        "normalizer": None if is_byte_level else spaces,
         "pre_tokenizer": split if is_byte_level else None,
         "post_processor": None,
         "decoder": split if is_byte_level else {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},

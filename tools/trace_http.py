@@ -40,7 +40,7 @@ FOLDERS = (ROOT / "mindie_mm", ROOT / "service")
 
 
 class HTTPTrace(Trace):
-    """A counter of calls of the library's and the service's functions."""
+    """A counter of calls to the library's and the service's functions."""
 
     def _name(self, code: CodeType) -> tuple[str, str] | None:
         if code not in self._names:

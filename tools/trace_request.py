@@ -34,7 +34,7 @@ NUM_TOKENS = 4
 
 
 class Trace:
-    """A counter of calls of the project's functions, in this thread and in threads that start while it runs."""
+    """A counter of calls to the project's functions, in this thread and in threads that start while it runs."""
 
     def __init__(self) -> None:
         self.calls: Counter[tuple[str, str]] = Counter()

@@ -12,6 +12,7 @@ from typing import Literal, Protocol, TextIO, get_args
 import msgspec
 
 from mindie_mm.errors import InputError
+from mindie_mm.inputs.checks import counted
 from mindie_mm.processes.progress import LOG_INTERVAL_S, repeating
 
 JSON_INTERVAL_S = 1.0
@@ -132,7 +133,8 @@ def _line(done: Progress, earlier: Progress, elapsed_s: float) -> str:
     rates = Rates.of(done, earlier, elapsed_s)
     eta = "" if rates.eta_s is None else f", {_duration(rates.eta_s)} left"
     blocks = f"{rates.megabytes_per_s:.1f} MB/s, " if done.num_bytes else ""
-    return f"{done.rows} rows, {done.errors} failed, {rates.rows_per_s:.1f} rows/s, {blocks}{done.share:.0%}{eta}"
+    rows = counted(done.rows, "row")
+    return f"{rows}, {done.errors} failed, {rates.rows_per_s:.1f} rows/s, {blocks}{done.share:.0%}{eta}"
 
 
 def _duration(seconds: float) -> str:

@@ -10,6 +10,7 @@ import click
 from mindie_mm.cli.paths import PATH, RUN_FOLDER
 from mindie_mm.cli.resuming import ROWS_FAILED, resuming
 from mindie_mm.cli.settings import configured
+from mindie_mm.inputs.checks import counted
 from mindie_mm.processes.interrupts import importing
 
 
@@ -84,6 +85,6 @@ def command(
     }
     config = configured(None, flags).worker
     rows, errors = generate_dataset(folder, output, config, progress="auto", **given)
-    click.echo(f"{rows} rows in {output}; {errors or 'no'} row{'' if errors == 1 or not errors else 's'} failed")
+    click.echo(f"{counted(rows, 'row')} in {output}; {counted(errors, 'row') if errors else 'no row'} failed")
     if errors:
         raise SystemExit(ROWS_FAILED)

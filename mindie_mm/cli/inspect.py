@@ -9,6 +9,7 @@ import click
 
 from mindie_mm.cli.paths import PATH, RUN_FOLDER
 from mindie_mm.errors import StorageError, UnsupportedCheckpoint, os_errors_as
+from mindie_mm.inputs.checks import counted
 from mindie_mm.processes.interrupts import importing
 
 
@@ -36,7 +37,7 @@ def command(folder: Path | str, row: int | None, model: Path | None, *, other_mo
         _show_run(dataset.manifest)
         return
     if not 0 <= row < len(dataset):
-        raise click.UsageError(f"there is no row {row}: {folder} has {len(dataset)} rows, numbered from 0")
+        raise click.UsageError(f"there is no row {row}: {folder} has {counted(len(dataset), 'row')}, numbered from 0")
     dataset.verify(row)
     sample = dataset[row]
     click.echo(f"row {sample.row}, id {sample.id}")
@@ -48,7 +49,7 @@ def command(folder: Path | str, row: int | None, model: Path | None, *, other_mo
     if png is not None:
         _save(images, png)
     elif images:
-        click.echo(f"{_counted(images)}; to write a PNG file of them, use --png FILE")
+        click.echo(f"{counted(len(images), 'image')}; to write a PNG file of them, use --png FILE")
 
 
 def _opened(run: Any, model: Path | None, *, other_model: bool, required: bool) -> tuple[Any, Any]:
@@ -81,7 +82,7 @@ def _show_prompt(sample: Any, tokenizer: Any, processor: Any) -> list[Any]:
     def shown(ids: Any) -> str:
         return repr(ids.tolist() if tokenizer is None else tokenizer.decode(ids))
 
-    click.echo(f"{len(sample.ids)} tokens")
+    click.echo(counted(len(sample.ids), "token"))
     images, at = [], 0
     for span, arrays in zip(sample.spans, sample.arrays, strict=True):
         click.echo(shown(sample.ids[at : span.start]))
@@ -103,16 +104,12 @@ def _save(images: list[Any], png: Path) -> None:
 
     with os_errors_as(StorageError, f"{png} cannot be written"):
         contact_sheet(images).save(png, "PNG")
-    click.echo(f"wrote {_counted(images)} to {png}")
-
-
-def _counted(images: list[Any]) -> str:
-    return f"{len(images)} image{'' if len(images) == 1 else 's'}"
+    click.echo(f"wrote {counted(len(images), 'image')} to {png}")
 
 
 def _show_run(manifest: Any) -> None:
     click.echo(
-        f"{manifest.num_rows} rows, {manifest.num_errors} failed, {manifest.num_tokens} tokens, "
+        f"{counted(manifest.num_rows, 'row')}, {manifest.num_errors} failed, {counted(manifest.num_tokens, 'token')}, "
         f"{manifest.num_items} media items in {manifest.num_bytes / 1e6:.1f} MB"
     )
     settings = manifest.run.settings

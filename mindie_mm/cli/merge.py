@@ -8,6 +8,7 @@ import click
 
 from mindie_mm.cli.paths import RUN_FOLDER
 from mindie_mm.cli.resuming import ROWS_FAILED, resuming
+from mindie_mm.inputs.checks import counted
 from mindie_mm.processes.interrupts import importing
 
 
@@ -36,6 +37,7 @@ def command(parts: tuple[Path | str, ...], *, output: Path | str) -> None:
     manifest, differing = merge(parts, output)
     if differing:
         click.echo(f"run.json and manifest.json have the paths of {parts[0]}: {'; '.join(differing)}")
-    click.echo(f"{manifest.num_rows} rows, {manifest.num_errors} failed, {manifest.num_tokens} tokens in {output}")
+    rows, tokens = counted(manifest.num_rows, "row"), counted(manifest.num_tokens, "token")
+    click.echo(f"{rows}, {manifest.num_errors} failed, {tokens} in {output}")
     if manifest.num_errors:
         raise SystemExit(ROWS_FAILED)

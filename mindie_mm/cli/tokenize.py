@@ -11,6 +11,7 @@ import click
 from mindie_mm.cli.paths import PATH, RUN_FOLDER, TEXT
 from mindie_mm.cli.resuming import ROWS_FAILED, resuming
 from mindie_mm.cli.settings import SettingsCommand, configured, settings
+from mindie_mm.inputs.checks import counted
 from mindie_mm.processes.interrupts import importing
 from mindie_mm.settings.config import NO_DECODERS, MediaCaps, MiB
 
@@ -119,13 +120,15 @@ def command(
         **given,
         **{name: getattr(worker.media, name) for name in _LIMITS},
     )
-    message = f"{run.num_rows} rows, {run.num_tokens} tokens, {run.num_items} media items in {run.folder}"
+    message = (
+        f"{counted(run.num_rows, 'row')}, {counted(run.num_tokens, 'token')}, {counted(run.num_items, 'media item')} "
+        f"in {run.folder}"
+    )
     if run.left_out:
         message += f"; left out: {left_out_summary(run.left_out)}"
         if why := unread_tables(run.left_out, given["template"] or ""):
             message += f". {why}"
     if run.num_errors:
-        failed = "1 row" if run.num_errors == 1 else f"{run.num_errors} rows"
-        click.echo(f"{message}; {failed} failed, see {run.folder}/errors.jsonl")
+        click.echo(f"{message}; {counted(run.num_errors, 'row')} failed, see {run.folder}/errors.jsonl")
         raise SystemExit(ROWS_FAILED)
     click.echo(f"{message}; no row failed")

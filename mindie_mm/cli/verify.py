@@ -8,6 +8,7 @@ import click
 
 from mindie_mm.cli.paths import RUN_FOLDER
 from mindie_mm.errors import StorageError, os_errors_as
+from mindie_mm.inputs.checks import counted
 from mindie_mm.processes.interrupts import importing
 
 
@@ -41,7 +42,7 @@ def command(folder: Path | str) -> None:
         for damage in found:
             click.echo(damage)
     if not found:
-        click.echo(f"{manifest.num_rows} rows and {manifest.num_bytes / 1e6:.1f} MB of arrays are intact")
+        click.echo(f"{counted(manifest.num_rows, 'row')} and {manifest.num_bytes / 1e6:.1f} MB of arrays are intact")
         return
     with os_errors_as(StorageError, f"{folder} cannot be listed"):
         removed = [path for path in dict.fromkeys(damage.remove for damage in found) if path.exists()]

@@ -130,7 +130,7 @@ class CUDA(Device):
             finally:
                 current.wait_stream(aside)  # even after a failure, because queued work still reads its inputs
             # Graphs are launched one after another, so all live graphs share one memory pool. The pool is freed with
-            # the last live graph and must not be used afterwards. In thread_local mode, calls of other threads do not
+            # the last live graph and must not be used afterwards. In thread_local mode, calls from other threads do not
             # abort the capture.
             memory = next((other.pool() for other in _graphs), None)
             with torch.cuda.graph(graph, pool=memory, stream=aside, capture_error_mode="thread_local"):

@@ -55,6 +55,11 @@ def shown(number: float) -> str:
     return str(number)
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number and its noun for a message, such as `1 row` or `2 rows`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def type_of(value: Any) -> str:
     """Describe the type of a value for an error message."""
     return "missing" if value is None else f"of type {type(value).__name__}"

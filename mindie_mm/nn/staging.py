@@ -45,7 +45,7 @@ def to_device(view: Mapping[str, NDArray[Any]], name: str, device: torch.device)
 
 
 def fetch(views: Iterable[ItemView], device: torch.device) -> None:
-    """Queue copies of the items' arrays to `device` for later calls of `to_device`. On the CPU, do nothing.
+    """Queue copies of the items' arrays to `device` for later calls to `to_device`. On the CPU, do nothing.
 
     Earlier copies for other items are dropped. `settle` also waits for the queued copies.
     """

@@ -142,7 +142,7 @@ class ToolCallParser(JsonArguments, ABC):
 
     @classmethod
     def call_rule(cls, tool: Tool, rules: Rules) -> str:
-        """Return the right side of a rule that matches calls of a tool. Further rules are added to `rules`."""
+        """Return the right side of a rule that matches calls to a tool. Further rules are added to `rules`."""
         before, after = map(rules.text, cls.tags_of(tool.name))
         return " ".join(filter(None, [before, cls.arguments_rule(tool, rules), after]))
 

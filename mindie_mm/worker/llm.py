@@ -143,7 +143,7 @@ class LLM:
             self._loop.close()
             raise
         self.close = weakref.finalize(self, self._loop.close, self._worker.close)
-        """Function that ends the worker. It may be called repeatedly. Pending and later calls of other methods raise
+        """Function that ends the worker. It may be called repeatedly. Pending and later calls to other methods raise
         InputError.
 
         In a forked process, this function does nothing, and all other methods raise InputError.

@@ -38,7 +38,7 @@ _PATIENCE_S = 60.0
 _CLOSE_S = 10.0
 """Maximum time in seconds for actors to end their engines."""
 _MOST_CALLS = 100_000
-"""Maximum number of concurrent calls of an actor. It is not reached, because the caller limits the rows in progress."""
+"""Maximum number of concurrent calls to an actor. It is not reached, because the caller limits the rows in progress."""
 
 
 @dataclass(frozen=True, slots=True)

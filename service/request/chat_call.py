@@ -152,7 +152,7 @@ def _grammar(use: ToolUse, tools: Sequence[Tool], dialect: ChatDialect, *, with_
         raise InputError(f"the parameters of a tool are not a valid JSON schema: {error}") from error
     if (num_bytes := len(grammar.encode(errors="replace"))) > MAX_STRUCTURE_BYTES:
         raise InputError(
-            f"the grammar for calls of {len(names)} tools has {num_bytes} bytes; the limit is "
+            f"the grammar for calls to {len(names)} tools has {num_bytes} bytes; the limit is "
             f"{MAX_STRUCTURE_BYTES}. Offer fewer tools, or let the model decide (tool_choice 'auto', without strict)"
         )
     return grammar

@@ -94,7 +94,7 @@ class ToolUse:
 
     @property
     def is_strict(self) -> bool:
-        """True if calls of some tool must have valid arguments even if the model decides whether to call tools."""
+        """True if calls to some tool must have valid arguments even if the model decides whether to call tools."""
         return any(tool["function"].get("strict") for tool in self.offered)
 
     @property

@@ -27,7 +27,7 @@ def environment(**settings: str | int) -> dict[str, str]:
     - `kernel`: release of Linux. Up to 5.10, copies of registered memory fail.
     - `page_bytes`: page size of the host. The default is 4096.
     - `register_bytes`: host memory that can be registered. The default is 200 GiB.
-    - `trace`: file to which a line is appended for each call of CANN and of torch_npu's fused operators. A line
+    - `trace`: file to which a line is appended for each call to CANN and to torch_npu's fused operators. A line
       contains the time in seconds, the process, the thread, the name and the arguments.
     - `fail`: comma-separated rules that make calls fail. "name=code" applies to every call, "name=code@N" only to call
       N, and "name=code@N+" to call N and all later calls.

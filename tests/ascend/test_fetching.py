@@ -35,7 +35,7 @@ def free_second(engine: Any, refs: list) -> None:
 def answers(
     beside: bool, disturb: Callable[[Any, list], None] = undisturbed, encoder_decoder: str | None = None
 ) -> dict:
-    """Return the results for each image, and the calls of CANN in each step.
+    """Return the results for each image, and the calls to CANN in each step.
 
     If `beside` is set, all requests are added at once, and later requests wait until the first has ended. `disturb`
     runs after the first step. `encoder_decoder` is the path of a checkpoint. None means the embedded checkpoint.

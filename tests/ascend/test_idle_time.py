@@ -12,7 +12,7 @@ from tests.ascend.virtual_time import as_slow_as_7b, measured, work
 
 LAYERS = 28
 HOST_US = 1500
-"""Time that the host spends on a step apart from calls of the driver: scheduling, grammars, messages."""
+"""Time that the host spends on a step apart from calls to the driver: scheduling, grammars, messages."""
 STEPS = 10
 
 

@@ -37,7 +37,7 @@ class Deadly:
         for _ in range(self._deaths):
             with self._path.open("wb"):  # returns as soon as a worker opens the pipe
                 while not (readers := [pid for pid in psutil.pids() if pid != os.getpid() and self._reads(pid)]):
-                    time.sleep(0.001)  # the worker's call of open returns after this process's call
+                    time.sleep(0.001)  # the worker's call to open returns after this process's call
                 self.alone.append(len(self._workers()) == 1)
                 os.kill(readers[0], signal.SIGKILL)
             while self._is_open():

@@ -12,7 +12,7 @@ from tests.media_samples import encoded, photograph
 
 
 class Gate(threading.Thread):
-    """A named pipe in place of an image. A worker that opens the pipe gets the image after a call of `act`."""
+    """A named pipe in place of an image. A worker that opens the pipe gets the image after a call to `act`."""
 
     def __init__(self, path: Path, act: Callable[[], object]) -> None:
         super().__init__(daemon=True)

@@ -1,4 +1,4 @@
-"""A test of a run that was moved to another machine, where another user reads it."""
+"""A test with a run that was moved to another machine, where another user reads it."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ def test_descriptions_and_lists_of_another_run_are_damages(folder: Path) -> None
             f"{folder}/errors.jsonl is not the list of the 1 failed rows that the tables have",
         ]
     (folder / "errors.jsonl").write_bytes(b"")
-    assert f"{folder}/errors.jsonl has 0 rows, but 1 rows failed" in verify(folder)
+    assert f"{folder}/errors.jsonl has 0 rows, but 1 row failed" in verify(folder)
 
 
 def test_a_damaged_description_of_an_unfinished_run_can_be_removed(

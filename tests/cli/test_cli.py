@@ -111,7 +111,7 @@ def test_mistakes_are_reported_in_one_line(random_checkpoint):
     assert "Traceback" not in output
     unheard = ("ask", "What?", "--model", random_checkpoint, "--family", "none", "--temperature", -1)
     assert "temperature=-1" in run_warm(*unheard, status=2), "arguments are checked before the model is loaded"
-    assert "MINDIE_MM_DECODERS is 'two'" in run_warm("doctor", status=2, MINDIE_MM_DECODERS="two")
+    assert "MINDIE_MM_DECODERS='two'" in run_warm("doctor", status=2, MINDIE_MM_DECODERS="two")
 
 
 @pytest.mark.parametrize("option", ["--image", "--video", "--audio"])

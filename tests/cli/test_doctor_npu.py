@@ -69,7 +69,7 @@ def test_a_healthy_machine_has_only_ok_findings(tree):
     found = {one.subject: one.found for one in findings(tree.root) if one.status == "ok"}
     assert problems(tree) == {}
     assert found["npu driver"] == "25.5.1 in /usr/local/Ascend/driver"
-    assert found["npu device files"] == "2 NPU(s): /dev/davinci0, 1"
+    assert found["npu device files"] == "number of NPUs: 2 (/dev/davinci0, 1)"
     assert found["CANN"] == f"9.2.0 in {tree.home}"
     assert found["npu health"] == "2 x 910B2"
     assert found["npu use"] == "no other process, 60.7 GiB free on each"
@@ -100,7 +100,7 @@ def test_a_board_without_a_driver_is_reported(tmp_path, monkeypatch):
     for name, value in {"vendor": "0x19e5", "class": "0x120000", "device": "0xd802"}.items():
         (board / name).write_text(f"{value}\n")
     found = {one.subject: one for one in findings(tmp_path)}
-    assert found["npu driver"].found.startswith("1 NPU(s) on the PCI bus, no driver")
+    assert found["npu driver"].found.startswith("NPUs on the PCI bus: 1; no driver")
     assert "reboot" in found["npu driver"].advice
     (board / "device").write_text("0xa250\n")  # HiSilicon's ZIP engine, which has the same class
     assert list(findings(tmp_path)) == []

@@ -14,7 +14,7 @@ from mindie_mm.processes.progress import LOG_INTERVAL_S, progress_shown
 
 
 class Stream(io.StringIO):
-    """A text stream that counts calls of `write` with a semaphore, and that can pretend to be a terminal."""
+    """A text stream that counts calls to `write` with a semaphore, and that can pretend to be a terminal."""
 
     def __init__(self, *, is_terminal: bool) -> None:
         super().__init__()

@@ -52,7 +52,7 @@ WEATHER: dict[str, Any] = {
 
 
 def check_weather(arguments: Any) -> None:
-    """Check the arguments of a call of the weather tool, parsed or as JSON."""
+    """Check the arguments of a call to the weather tool, parsed or as JSON."""
     values = json.loads(arguments) if isinstance(arguments, str) else dict(arguments)
     assert values.keys() == {"city", "days"}, values
     assert values["city"] in {"Oslo", "Rome"}, values

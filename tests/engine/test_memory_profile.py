@@ -100,7 +100,7 @@ def test_a_larger_worst_case_needs_more_memory(random_checkpoint, small_images):
     assert large > small + 2 * MiB
     assert step(small_images).num_bytes == small, "computed figures do not depend on what other programs do"
     assert step(small_images, max_tower_tokens=1024).num_bytes > small + 4 * MiB, (
-        "a call of the tower with several items needs more memory"
+        "a call to the tower with several items needs more memory"
     )
     none = step(small_images, kinds=()).num_bytes
     assert none < small, "without media, no memory is needed for the tower"

@@ -62,7 +62,7 @@ def test_counting_the_items_that_fit_uses_no_budget():
 
 
 def call_sizes(engine):
-    """Return a list to which each later call of the engine's tower appends its number of items."""
+    """Return a list to which each later call to the engine's tower appends its number of items."""
     model, sizes = engine._model, []
 
     class Counted(type(model)):

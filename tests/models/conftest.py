@@ -1,4 +1,4 @@
-"""Fixtures of the tests of model families."""
+"""Fixtures for the tests in this folder."""
 
 import shutil
 
@@ -21,7 +21,7 @@ LAYOUT = {
     "test_generated_tokens_equal_the_references",
     "test_logits_under_other_settings_equal_the_references",
 }
-"""Tests of the contract that depend on how a checkpoint is stored. The others pass if they pass in the usual layout."""
+"""Contract tests that depend on how a checkpoint is stored. The others pass if they pass in the usual layout."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects tests

@@ -330,7 +330,7 @@ def with_vocabulary(config: Mapping[str, Any], size: int) -> dict[str, Any]:
 
 
 def refusals(cases: Sequence[tuple[str, Mapping[str, Any], str]]) -> Callable[..., None]:
-    """Return a test of a FamilyContract: a checkpoint with a changed setting is refused with a message that names it.
+    """Return a test for a FamilyContract: a checkpoint with a changed setting is refused with a message that names it.
 
     A case is the name of a JSON file without its suffix, the changed settings and a pattern of the message.
     """

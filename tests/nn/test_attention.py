@@ -181,7 +181,7 @@ def test_unsupported_changes_of_the_scores_are_refused(further):
 
 
 class Writes(TorchDispatchMode):
-    """Count the calls of index_copy_."""
+    """Count the calls to index_copy_."""
 
     def __init__(self):
         super().__init__()

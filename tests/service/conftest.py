@@ -1,4 +1,4 @@
-"""Fixtures for the tests of this folder, including one service, in its own process, that they share."""
+"""Fixtures for the tests in this folder, including one service, in its own process, that they share."""
 
 from __future__ import annotations
 

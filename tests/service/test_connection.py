@@ -595,7 +595,7 @@ async def test_an_upgrade_offer_is_ignored(
         writer.write(NEXT)
         await reader.readuntil(b"\r\n\r\nhost,b")
     writer.close()
-    # Another test of this process may have enabled uvicorn's access log.
+    # Another test in this process may have enabled uvicorn's access log.
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 

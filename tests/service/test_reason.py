@@ -206,7 +206,7 @@ def _places(secret: str) -> list[tuple[str, Any]]:
 @pytest.mark.parametrize(
     "secret",
     [
-        # The tests of `loggable` below show the same for single messages.
+        # The tests for `loggable` below show the same for single messages.
         pytest.param(secret, id=name, marks=[] if name in ("Chinese", "a text with quotes") else [pytest.mark.slow])
         for name, secret in SHORT.items()
     ],

@@ -198,7 +198,7 @@ async def test_bytes_of_tokens_end_with_the_text(
     pieces = [257, *(1 + byte for byte in "日本".encode()), 257]
     text, spelled = await detokenized(byte_fallback, pieces, (stop, "zz"), at_once)
     assert text == "red日本 red".partition(stop)[0]
-    assert spelled.decode() == (f" {text}" if text else ""), "the bytes of the first token start with a blank"
+    assert spelled.decode() == (f" {text}" if text else ""), "the bytes of the first token start with a space"
 
 
 async def test_special_tokens_before_the_cut_are_kept(byte_level: Tokenizer) -> None:

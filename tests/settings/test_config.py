@@ -14,7 +14,7 @@ from mindie_mm.settings.sources import configuration, from_environment, read_fil
 @pytest.mark.parametrize("empty", ["", ",", " , "])
 @pytest.mark.parametrize("name", ["API_KEY", "ALLOWED_MEDIA_DOMAINS"])
 def test_an_empty_list_in_the_environment_is_refused(monkeypatch, name, empty):
-    """If an empty list of keys meant that there are no keys, a mistake would leave the service open to everybody."""
+    """If an empty list of keys meant that there are no keys, a mistake would leave the service open to everyone."""
     monkeypatch.setenv(f"MINDIE_MM_{name}", empty)
     with pytest.raises(InputError, match=f"MINDIE_MM_{name} is '{empty}', which is empty"):
         from_environment(ServiceConfig)

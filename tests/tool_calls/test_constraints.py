@@ -45,7 +45,7 @@ def grammars() -> Grammars:
 
 
 def constraint(name: str, schema: Any, *, required: bool = True) -> Constraint:
-    """Return the constraint of a call of the tool `f`, whose argument `s` has the schema."""
+    """Return the constraint of a call to the tool `f`, whose argument `s` has the schema."""
     tool = tool_of(schema, required=required)
     grammar = parser_named(name).grammar([tool], parallel=False, one_of=["f"], added_tokens={})
     return grammars().constraint(StructuredOutputs(grammar=grammar))

@@ -46,7 +46,7 @@ def index(tmp_path: Path) -> Iterator[str]:
 
 
 def installed(programs: Path, index: str) -> str:
-    """Return the arguments of the last call of pip."""
+    """Return the arguments of the last call to pip."""
     command = ["make", "--silent", "torch", f"BIN={programs}", f"CPU_INDEX={index}"]
     env = os.environ | {"PATH": f"{programs}:{os.environ['PATH']}"}
     ended = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True, timeout=60)

@@ -26,6 +26,7 @@ from mindie_mm.batch.input.remote import Entry, RemoteFile, refusal_of
 from mindie_mm.batch.input.source import MEDIA_MARK, NOT_JSON
 from mindie_mm.errors import InputError, os_errors_as
 from mindie_mm.inputs import Kind, Media
+from mindie_mm.inputs.checks import counted
 from mindie_mm.media.endings import ending_of, kind_of
 
 ROW_FILES = (".jsonl", ".ndjson", ".parquet", ".pq", ".tar")
@@ -121,7 +122,7 @@ def left_out_summary(left_out: Counter[str]) -> str:
     if others := total - sum(count for _, count in parts):
         parts.append(("others", others))
     listed = ", ".join(f"{ending} {count}" for ending, count in parts)
-    return f"{total} file{'' if total == 1 else 's'}" + (f" ({listed})" if listed else "")
+    return counted(total, "file") + (f" ({listed})" if listed else "")
 
 
 def unread_tables(left_out: Counter[str], template: str) -> str:

@@ -21,6 +21,7 @@ from mindie_mm.batch.output.shard import ShardInfo, arrays_path, read_info, read
 from mindie_mm.batch.output.shard_row import ShardRow
 from mindie_mm.batch.settings import RUN_FILE, Run, RunFormat, require_format
 from mindie_mm.errors import CorruptReference, InputError, StorageError, os_errors_as
+from mindie_mm.inputs.checks import counted
 from mindie_mm.msgspec_errors import in_words
 
 _log = logging.getLogger(__name__)
@@ -179,7 +180,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         except NOT_JSON as error:
             raise CorruptReference(f"{file} is damaged: {in_words(error)}") from None
         if len(rows) != self.num_errors:
-            raise CorruptReference(f"{file} has {len(rows)} rows, but {self.num_errors} rows failed")
+            raise CorruptReference(
+                f"{file} has {counted(len(rows), 'row')}, but {counted(self.num_errors, 'row')} failed"
+            )
         return rows
 
     @classmethod

@@ -1,6 +1,6 @@
 """Decode steps of Llama-like text models in compiled code.
 
-In torch, a decode step of a small model spends a third of its time in calls of operators, and each product waits for
+In torch, a decode step of a small model spends a third of its time in calls to operators, and each product waits for
 all threads. decode_step.c runs all layers in one call. Its weights are the tensors of the model, which prefills read,
 too. The limits of the code are the conditions below. Torch runs all other steps.
 """

@@ -1,7 +1,7 @@
 """Products of rows with 8-bit weights, by fused operators of torch_npu. The rows are rounded to 8 bits.
 
 Sources: torch_npu's documentation of npu_dynamic_quant, npu_quantize and npu_quant_matmul (Atlas A2 and A3), and the
-calls of vllm-ascend (quantization/methods) and MindIE-LLM (w8a8.py).
+calls in vllm-ascend (quantization/methods) and MindIE-LLM (w8a8.py).
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class Threads:
 
         Args:
             do: The function to call.
-            request: Id of the request that needs the result. At most `MAX_OF_A_REQUEST` calls of a request run at the
+            request: Id of the request that needs the result. At most `MAX_OF_A_REQUEST` calls for a request run at the
                 same time. None means that there is no request, and that this limit does not apply.
 
         Raises:

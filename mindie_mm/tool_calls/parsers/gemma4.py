@@ -33,7 +33,7 @@ class Gemma4Parser(ToolCallParser, LiteralScanner):
 
     @classmethod
     def call_rule(cls, tool: Tool, rules: Rules) -> str:
-        """Return a rule that matches calls of a tool. Values other than strings are JSON."""
+        """Return a rule that matches calls to a tool. Values other than strings are JSON."""
         arguments = []
         for name, (schema, is_required) in properties_of(tool, _WRITTEN_KEY).items():
             values = [cls._value(branch, rules) for branch in branches_of(schema, f"{tool.name}.{name}")]

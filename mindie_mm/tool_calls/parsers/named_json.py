@@ -154,7 +154,7 @@ class KimiK2Parser(ToolCallParser):
 
     @classmethod
     def call_rule(cls, tool: Tool, rules: Rules) -> str:
-        """Return a rule that matches calls of a tool."""
+        """Return a rule that matches calls to a tool."""
         number = rules.add("NUMBER", "/[0-9]{1,4}/")
         before, separator, after = map(
             rules.text, (f"{_KIMI_CALL}functions.{tool.name}:", _KIMI_ARGUMENTS, _KIMI_CALL_END)

@@ -35,7 +35,7 @@ class PythonicParser(ToolCallParser, LiteralScanner):
 
     @classmethod
     def call_rule(cls, tool: Tool, rules: Rules) -> str:
-        """Return a rule that matches calls of a tool. Values are JSON, except that constants are Python constants."""
+        """Return a rule that matches calls to a tool. Values are JSON, except that constants are Python constants."""
         arguments = []
         for name, (schema, is_required) in properties_of(tool, NAME).items():
             value = rules.add("value", " | ".join(cls._values(schema)))

@@ -1,4 +1,4 @@
-/* Calls of CANN functions: their numbers, the trace that ASCEND_SIM_TRACE requests, and the failures in ASCEND_SIM_FAIL. */
+/* Calls to CANN functions: their numbers, the trace that ASCEND_SIM_TRACE requests, and the failures in ASCEND_SIM_FAIL. */
 #include "sim.h"
 
 #include <errno.h>

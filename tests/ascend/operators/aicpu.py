@@ -48,7 +48,7 @@ _COPIES = {"copy_", "clone", "contiguous", "cat", "fill_", "zero_"}
 
 
 def runs_on_aicpu(operator: str, tensors: Sequence[Tensor]) -> bool:
-    """Return whether a call of `operator` runs on the AI CPU. `tensors` are its tensors in the order of the schema."""
+    """Return whether a call to `operator` runs on the AI CPU. `tensors` are its tensors in the order of the schema."""
     namespace, _, name = operator.partition("::")
     if namespace != "aten" or name in _COPIES or not tensors:
         return False

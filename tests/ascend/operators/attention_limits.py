@@ -36,7 +36,7 @@ _TRAINING = ("npu::npu_fusion_attention", "npu::npu_fusion_attention_v3")
 
 @dataclass(frozen=True, slots=True)
 class _Attention:
-    """Arguments of a call of fused attention, interpreted according to the call's layout."""
+    """Arguments of a call to fused attention, interpreted according to the call's layout."""
 
     layout: str
     heads: int

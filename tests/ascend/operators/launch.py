@@ -22,7 +22,7 @@ _ON_HOST = {"seq_len"}
 
 
 class Launch:
-    """One call of an operator, with the device tensors that it reads and writes."""
+    """One call to an operator, with the device tensors that it reads and writes."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

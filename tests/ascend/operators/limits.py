@@ -72,7 +72,7 @@ _INDEX_FILL = (
 DEAR: Mapping[str, str] = {"aten::index_fill": _INDEX_FILL, "aten::index_fill_": _INDEX_FILL}
 """Operators that are slow on the device, with the reason and its source.
 
-The simulator cannot show that an operator is slow, so calls of these operators are refused.
+The simulator cannot show that an operator is slow, so calls to these operators are refused.
 """
 
 LIMITS: tuple[Limit, ...] = (

@@ -18,7 +18,7 @@ export const RED_SQUARE = "red square";
 export const HOW_MANY = "How many beeps do you hear?";
 export const THREE = "3";
 
-/** Check the arguments of a call of the weather tool. */
+/** Check the arguments of a call to the weather tool. */
 export function checkWeather(values) {
   assert.deepEqual(Object.keys(values).sort(), ["city", "days"]);
   assert(["Oslo", "Rome"].includes(values.city), values.city);

@@ -57,7 +57,7 @@ def _driver(machine: Machine) -> Finding:
         found = f"the driver is loaded, but {_version_file(machine)} cannot be read"
         return Finding("npu driver", "warning" if loads else "error", found, _DOCKER)
     boards = machine.num_boards()
-    found = f"{boards} NPU(s) on the PCI bus, " if boards else ""
+    found = f"NPUs on the PCI bus: {boards}; " if boards else ""
     found += f"no driver: {_version_file(machine)} and /dev/davinci* do not exist"
     return Finding(
         "npu driver", "error", found, f"install the driver and firmware of Ascend HDK, then reboot; {_DOCKER}"
@@ -82,4 +82,4 @@ def _device_files(machine: Machine) -> Finding:
         )
         found = f"{', '.join(denied)}: user {os.geteuid()} may not read and write them; their group is {group}"
         return Finding("npu device files", "error", found, advice)
-    return Finding("npu device files", "ok", f"{len(ids)} NPU(s): /dev/davinci{', '.join(map(str, ids))}")
+    return Finding("npu device files", "ok", f"number of NPUs: {len(ids)} (/dev/davinci{', '.join(map(str, ids))})")
