@@ -299,7 +299,7 @@ def test_the_frames_of_all_lists_of_a_call_are_limited_together():
         ([{"type": "tool_result", "tool_use_id": "1"}], 'results as messages of role "tool"'),
         ([{"text": 5}], r"inputs\[0\].text is of type int; it must be a string"),
         ([{"text": None}], r"inputs\[0\] must have exactly one .* found none of them in \[\], and null in \['text'\]"),
-        ([{"text": "a", "fps": 1}], "unknown key 'fps'; a text has no options"),
+        ([{"text": "a", "fps": 1}], "unknown key 'fps'; text has no options"),
         ([{"text": "\ud800"}], "lone surrogate at character 0"),
         ([{"image": 5}], r"inputs\[0\].image is of type int; it must be a path, bytes"),
         (
@@ -365,7 +365,7 @@ def test_the_frames_of_all_lists_of_a_call_are_limited_together():
         ([{"audio": "a", "sample_rate": 9}], "unknown key 'sample_rate'; an item of kind audio"),
         ([{"video": "a", "video_metadata": {"fps": 1}}], "unknown key 'video_metadata'"),
         ([{"type": "image", "image": "a", "url": "b"}], "unknown key 'url'"),
-        ([{"text": "a", "file_id": "b"}], "unknown key 'file_id'; a text has no options"),
+        ([{"text": "a", "file_id": "b"}], "unknown key 'file_id'; text has no options"),
     ],
 )
 def test_the_error_describes_a_mistake_in_an_item(inputs, message):

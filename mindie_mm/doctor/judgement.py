@@ -29,7 +29,7 @@ _MOST_BYTES = 1 << 60
 """Largest size of weights that an index may state. Other numbers are ignored."""
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _TEXT_TOKEN = re.compile(r"<[^<>]+>|\n+|\w+|[^\w\s]")
-"""Pattern of the parts of a text that usually have one token each."""
+"""Pattern of the parts of text that usually have one token each."""
 
 
 def judge(

@@ -1,6 +1,6 @@
 """Files in content parts of chat messages, in OpenAI's form: `{"file": {"file_data": ..., "filename": ...}}`.
 
-A text file becomes a text that begins with the file's name. A PDF or TIFF becomes a document, whose pages the model
+A text file becomes text that begins with the file's name. A PDF or TIFF becomes a document, whose pages the model
 receives as images. The type of a file is detected by its content, because clients state wrong types or none.
 """
 

@@ -131,7 +131,7 @@ class Message:
     role: str
     """One of `ROLES`, or another role that the chat template accepts."""
     content: str | tuple[Item, ...] | None
-    """A text, or items in order. None if the message has no content, for example because it only calls tools."""
+    """A string, or items in order. None if the message has no content, for example because it only calls tools."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """All other fields of the message, such as `name` and `tool_calls`. The chat template receives these fields."""
 

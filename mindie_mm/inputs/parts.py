@@ -40,7 +40,7 @@ _SOURCES: Mapping[str, Kind] = {
     **{key: kind for kind, key in EMBEDDINGS_KEYS.items()},
 }
 _TEXTS = ("text", "refusal")
-"""Keys of a text. OpenAI uses `refusal` in earlier turns of the assistant."""
+"""Keys of text. OpenAI uses `refusal` in earlier turns of the assistant."""
 _DECLARED: Mapping[str, str] = {"input_text": "text", "output_text": "text", "input_image": "image_url"}
 """Other values of `type` and the values that they stand for. OpenAI's Responses API uses them."""
 _AS_URL = '; send {"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}} or the URL of an image'
@@ -237,7 +237,7 @@ def _parse_text(part: Mapping[str, Any], key: str, where: str, *, strict: bool) 
     if part.get("type", key) != key:
         raise InputError(f"{where}.type is {part['type']!r}, but the item has the key {key!r}")
     unknown = (name for name in part if name not in ("type", key))
-    pass_over(unknown, where, "a text has no options", strict=strict, foreign=())
+    pass_over(unknown, where, "text has no options", strict=strict, foreign=())
     if not isinstance(part[key], str):
         raise InputError(f"{where}.{key} is {type_of(part[key])}; it must be a string")
     return Text(require_unicode(part[key], f"{where}.{key}"))

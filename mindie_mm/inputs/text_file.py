@@ -49,7 +49,7 @@ _FREQUENT = frozenset(
     "写称企八功吗包片史委乎查轻易早曾除农找装广显吧阿李标谈吃图念六引历首医局突专费号尽另周较注语仅考落青随选列票额姓址税款账户银付签订编邮箱购销京甲乙双返测"
     "试默输谢您码版限项型参错误执"
 )
-"""Frequent characters of Chinese texts and forms. They make up about three quarters of a text.
+"""Frequent characters of Chinese texts and forms. They make up about three quarters of such texts.
 
 They make up a sixth of the characters of GB 2312 that other charsets become by chance.
 """

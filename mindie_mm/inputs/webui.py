@@ -76,11 +76,11 @@ def read_texts(
         prompt: All items or all messages of the prompt.
         webui: Whether texts may contain images in the format of text-generation-webui.
         max_images: Maximum number of images in the texts, or None for no limit.
-        refuses_urls: Whether a long data: URL in a text is an error. If not, it causes a warning, once.
+        refuses_urls: Whether a long data: URL in text is an error. If not, it causes a warning, once.
 
     Raises:
         LimitExceeded: The texts have more than `max_images` images.
-        InputError: A text has a long data: URL, or an unpaired surrogate beside an image.
+        InputError: The text has a long data: URL, or an unpaired surrogate beside an image.
 
     """
     read: list[Any] = [] if webui else [*prompt]
@@ -114,7 +114,7 @@ def long_data_url(prompt: Iterable[Item | Message]) -> str | None:
         match = _DATA_URL.match(text, at)
         if match and (length := len(match[0])) > MAX_DATA_URL:
             return (
-                f"a text has a data: URL of {length} characters, which the model would read as text; the limit is "
+                f"the text has a data: URL of {length} characters, which the model would read as text; the limit is "
                 f"{MAX_DATA_URL}"
             )
     return None

@@ -272,7 +272,7 @@ def translate(
 
 
 def _framed(described: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return a tokenizer.json that adds BOS and EOS to a text as tokenizer_config.json specifies.
+    """Return a tokenizer.json that adds BOS and EOS to text as tokenizer_config.json specifies.
 
     The original tokenizer class reads these settings from tokenizer_config.json only.
     """

@@ -45,7 +45,7 @@ class MiniCPMV47Model(MiniCPMVModel):
         blocks = []
         for (crops, slots, ids), following in zip_longest(frames, frames[1:]):
             stop = slots[-1][-1] + 1
-            # Markers after a frame, such as the newlines of a text, have the position of the frame.
+            # Markers after a frame, such as the newlines of text, have the position of the frame.
             while stop < length and ids[stop] in self._markers:
                 stop += 1
             if following is not None:

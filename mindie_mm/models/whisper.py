@@ -42,7 +42,7 @@ from mindie_mm.nn.weights.pretrained import read_config
 _EXTRACTORS = {"WhisperFeatureExtractor": {"feature_size": 80}}
 _FIRST_TIME = "<|0.00|>"
 _DETECT = "<|startoflm|>"
-"""Token in a text that asks for the language. Models do not use this token for anything else."""
+"""Token in the text that asks for the language. Models do not use this token for anything else."""
 _FRAMES_PER_TIME = 2
 """Number of frames between two time stamps."""
 _FURTHER_FRAMES = 3
@@ -59,8 +59,8 @@ _CHAT_TEMPLATE = (
 class WhisperProcessor(ClipProcessor):
     """Processor for Whisper.
 
-    A text is the transcript before the clip. It may also contain the token of a language and the token of a task, such
-    as <|de|><|translate|>, and <|0.00|> for time stamps. <|startoflm|> asks for the language instead.
+    The text is the transcript before the clip. It may also contain the tokens of a language and a task, such as
+    <|de|><|translate|>, and <|0.00|> for time stamps. <|startoflm|> asks for the language instead.
     """
 
     traits = Traits(

@@ -92,7 +92,7 @@ LANGUAGES: Mapping[str, str] = {
 class SpeechTraits(msgspec.Struct, frozen=True):
     """How a checkpoint is asked to transcribe or to translate speech.
 
-    The user's turn consists of the audio clip and a text: `with_prompt`, the text of the task, `in_language` and
+    The user's turn consists of the audio clip and text: `with_prompt`, the text of the task, `in_language` and
     `with_times`, as far as the request needs them.
     """
 

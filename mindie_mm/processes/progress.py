@@ -40,7 +40,7 @@ def repeating(show: Callable[[], object], interval_s: float = LOG_INTERVAL_S) ->
 
 
 class LoadingText:
-    """A text that says how much of a model is loaded. Call the instance to set the loaded share of the weights."""
+    """A string that says how much of a model is loaded. Call the instance to set the loaded share of the weights."""
 
     def __init__(self) -> None:
         self._began_s = time.monotonic()

@@ -273,7 +273,7 @@ class WorkerConfig:
     def __post_init__(self) -> None:
         limits = converted("limit_mm_per_prompt", self.limit_mm_per_prompt, PromptLimits)
         object.__setattr__(self, "limit_mm_per_prompt", limits)
-        loose = isinstance(self.replicas, str)  # a number in an option is a text
+        loose = isinstance(self.replicas, str)  # a number in an option is a string
         object.__setattr__(self, "replicas", converted("replicas", self.replicas, Replicas, strict=not loose))
         require(self)
         if self.replicas != 1 and ":" in self.engine.device:

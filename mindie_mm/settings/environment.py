@@ -194,7 +194,7 @@ def restart_in_utf8() -> None:
 
 
 def text_of(name: str, text: str) -> str:
-    """Decode a text from the command line or a variable. The text contains surrogates if it was not UTF-8.
+    """Decode a string from the command line or a variable. The string contains surrogates if it was not UTF-8.
 
     Raise InputError if the text was neither in UTF-8 nor in the locale's encoding. The message states `name`, but
     not the text, which may be a secret.

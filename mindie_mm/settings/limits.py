@@ -52,7 +52,7 @@ def converted(name: str, value: object, hint: Any, *, strict: bool = True, secre
 
     Unless `strict` is set, parse texts as numbers or booleans, as needed for environment variables. Refuse an empty
     text, because scripts produce an empty text if a variable is not set. As a path, an empty text would mean the
-    working directory. A text is parsed as JSON or as `image=4,video=1` if a mapping is needed.
+    working directory. A string is parsed as JSON or as `image=4,video=1` if a mapping is needed.
 
     Raises:
         InputError: The value is invalid. The message states the setting and the expected type, and also the value

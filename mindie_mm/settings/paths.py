@@ -23,7 +23,7 @@ _SECRET = re.compile(r"//[^/@]*:[^/@]*@|\bhttps?://([^/@]*@|[^?]*\?)", re.IGNORE
 
 
 def is_url(text: str) -> bool:
-    """Return whether a text is the URL of a file that is not local, such as s3://bucket/a.jsonl."""
+    """Return whether a string is the URL of a file that is not local, such as s3://bucket/a.jsonl."""
     return (match := _URL.match(text)) is not None and match[1].lower() != "file"
 
 

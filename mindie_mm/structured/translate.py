@@ -83,7 +83,7 @@ def _after_reasoning(wanted: StructuredOutputs, added: Mapping[str, int]) -> str
 
 
 def _sequence(text: str, added: Mapping[str, int]) -> str:
-    """Return a Lark sequence that matches a text, which may contain added tokens."""
+    """Return a Lark sequence that matches text, which may contain added tokens."""
     pieces = lark.pieces_of(text, added)
     return " ".join(lark.token(added[piece]) if piece in added else lark.literal(piece) for piece in pieces)
 

@@ -67,7 +67,7 @@ class MindIETokenizer:
 
         Args:
             rank: Has no effect.
-            conversation: Messages with a role and a content. The content is a text or a list of items.
+            conversation: Messages with a role and a content. The content is a string or a list of items.
             kwargs: `shm_name_save_path` has the same meaning as in `tokenize`. `add_generation_prompt` says whether the
                 prompt ends with the header of the assistant's turn, by default True. `chat_template_kwargs` contains
                 further variables of the chat template.

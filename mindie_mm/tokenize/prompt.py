@@ -156,7 +156,7 @@ class PromptOptions:
     owner: bytes = b""
     """Digest of the API key of the request."""
     add_special_tokens: bool = True
-    """True if special tokens of the tokenizer or family, such as BOS, are added to a text without media and without a
+    """True if special tokens of the tokenizer or family, such as BOS, are added to text without media and without a
     template."""
     parse_special: bool | None = None
     """True if the text of a prompt without a template may contain control tokens, except those of media items. If not,

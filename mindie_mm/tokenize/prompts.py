@@ -286,7 +286,7 @@ class Prompts:
             continue_final_message=request.continue_final_message,
             name=options.template,
         )
-        if options.max_prompt_tokens:  # a template may write numbers, or a text several times
+        if options.max_prompt_tokens:  # a template may write numbers, or the same text several times
             self._text.check_size([rendered.text], options.max_prompt_tokens)
         special_tokens: SpecialTokens = "none" if options.like_vllm else "unless_begun"
         if options.repeat_special_tokens:

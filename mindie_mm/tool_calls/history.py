@@ -202,7 +202,7 @@ def with_written_calls(message: Any, parser: type[ToolCallParser]) -> Any:
 
 
 def _joined(*contents: Any) -> Any:
-    """Concatenate contents. Each content is a text, a list of parts or None."""
+    """Concatenate contents. Each content is a string, a list of parts or None."""
     if all(isinstance(content, str | None) for content in contents):
         return "".join(content or "" for content in contents)
     parts: list[Any] = []

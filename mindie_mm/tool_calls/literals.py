@@ -227,7 +227,7 @@ class _Collector(LiteralScanner):
 
 
 def escaped(text: str) -> str:
-    """Escape a text for a JSON string. Unpaired surrogates are escaped too, because they cannot be encoded."""
+    """Escape text for a JSON string. Unpaired surrogates are escaped too, because they cannot be encoded."""
     try:
         text.encode()
     except UnicodeEncodeError:

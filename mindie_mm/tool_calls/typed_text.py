@@ -69,7 +69,7 @@ class TypedTextParser(ToolCallParser, ABC):
             name: Name of the argument.
             ends: Function that is called at each `<` or newline. If the value ends there, the function reads the text
                 that ends it and returns True. The function does not raise NoMatch. It raises Ended if the answer ends
-                within a text that may end the value.
+                within text that may end the value.
             is_string: Whether the value is a string. If it is None, the schema determines the type.
 
         """

@@ -58,7 +58,7 @@ class Requests:
         return self.text_line(row, await worker.generate_whole(source, self.default, str(row.row)))
 
     def text_line(self, row: ShardRow, answer: Answer) -> Line:
-        """Return the line of a row whose answer is a text."""
+        """Return the line of a row whose answer is text."""
         return {
             "row": row.row,
             "id": row.id,

@@ -52,7 +52,7 @@ class Embedder:
     pooling: Pooling | None
     """Hidden states of an embedding, or None if the checkpoint computes none."""
     chat: bool
-    """True if a text becomes a turn of a chat."""
+    """True if text becomes a turn of a chat."""
     matryoshka: Sequence[int] | None
     """The numbers of dimensions that the checkpoint supports, if it lists them."""
     refusal: str
@@ -147,7 +147,7 @@ class Embedder:
         return known[name]
 
     def request(self, items: Sequence[Item], prompt_name: str | None = None) -> TokenizeRequest:
-        """Return the request to tokenize a text, or texts and media, with its instruction.
+        """Return the request to tokenize text, or texts and media, with its instruction.
 
         Raises:
             InputError: The checkpoint has no instruction with this name, or cannot combine it with media.

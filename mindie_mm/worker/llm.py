@@ -252,7 +252,7 @@ class LLM:
         part, generation is aborted.
 
         Args:
-            prompt: A text, a list of items or token ids, as in `generate`.
+            prompt: A string, a list of items or token ids, as in `generate`.
             params: Sampling settings. By default, those of `get_default_sampling_params`.
             chat_template: Same as in `generate`.
             parse_special: Same as in `generate`.

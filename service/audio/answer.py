@@ -120,7 +120,7 @@ def token_usage(clips: Sequence[Usage]) -> TokenUsage:
 
 
 def ended(cut_off: Iterable[bool]) -> Ended:
-    """Return the key that reports a text which is cut off, and log it, because subtitles have no place for it."""
+    """Return the field that says that the text is cut off. Also log it, because subtitles cannot say so."""
     if not (num_clips := sum(cut_off)):
         return {}
     _log.warning("a limit on tokens has cut off the text of %d clips of speech", num_clips)
@@ -136,7 +136,7 @@ def answer(
     temperature: float,
     duration_s: float,
 ) -> Mapping[str, Any] | str:
-    """Return the answer in a format: an object to encode as JSON, or a text."""
+    """Return the answer in a format: an object to encode as JSON, or a string."""
     text, end = joined([clip.text for clip in clips]), ended(clip.is_cut_off for clip in clips)
     if form == "json":
         return Transcript(text=text, usage=token_usage([clip.usage for clip in clips]), **end)

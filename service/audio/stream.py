@@ -25,7 +25,7 @@ class SpeechText:
 
     @property
     def end(self) -> Ended:
-        """The key of the last event that reports a text which is cut off."""
+        """The field of the last event that says that the text is cut off."""
         return ended(clip.is_cut_off for clip in self._clips)
 
     def clip(self, answer_start: str) -> ClipText:

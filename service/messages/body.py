@@ -39,7 +39,7 @@ class TextSource(Fields):
 
 
 class TextBlock(Fields):
-    """A text."""
+    """Text."""
 
     type: Literal["text"]
     text: str

@@ -29,7 +29,7 @@ from service.request.translated import Part, Translated, chat_body_of, image_par
 from service.schemas.openai_types import ChatBody
 
 _BILLING = "x-anthropic-billing-header"
-"""Beginning of a text in which Claude Code reports usage. It differs in each request, so that no prefix would be
+"""Beginning of text in which Claude Code reports usage. It differs in each request, so that no prefix would be
 cached, and it means nothing to a model."""
 _NAMES = {
     "response_format": "output_config.format",

@@ -29,12 +29,12 @@ _MEDIA_TOKENS = (256, 8192)
 """Lower and upper limit of the estimated number of tokens of a media item."""
 _PIECE_BYTES = 1024
 _MAX_PIECES = 64
-"""Maximum number of pieces of a text. The rest of a longer text is one more piece."""
+"""Maximum number of pieces of text. The rest of longer text is one more piece."""
 _MAX_CONTENTS = 1024
 """Maximum number of contents of a request. The tokens of further contents are counted with the last one, because the
 router compares all contents with those of each replica."""
 _MIN_TOKENS = 8
-"""Lower limit of the estimated number of tokens of a message or a piece of a text. A router records as many contents of
+"""Lower limit of the estimated number of tokens of a message or a piece of text. A router records as many contents of
 a replica as have the tokens of its KV cache together, so this limit bounds the router's memory."""
 
 
@@ -144,7 +144,7 @@ def route_of(body: bytes, owner: bytes = b"", loras: Collection[str] = ()) -> Ro
 def keeper_of(path: str, body: bytes) -> str | None:
     """Return the name of the replica that stores the response or item to which a request refers.
 
-    It is part of the first such id in the request. Return None if there is no such id. If a text of the client only
+    It is part of the first such id in the request. Return None if there is no such id. If text of the client only
     looks like an id, the request is offered to that replica first, which does no harm.
     """
     if not path.startswith(_STORING):

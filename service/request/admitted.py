@@ -89,7 +89,7 @@ class Admitted(Response):
 
 
 class WholeAnswer(Admitted):
-    """A response with the result of `make`: an object or a list, which is encoded as JSON, or a text."""
+    """A response with the result of `make`: an object or a list, which is encoded as JSON, or a string."""
 
     media_type = "application/json"
 

@@ -92,7 +92,7 @@ class ResponseEvents:
     summarizes: bool
     """True if reasoning is sent as a summary."""
     custom_tools: Collection[str]
-    """Names of the tools whose input is a text."""
+    """Names of the tools whose input is text."""
     send: SendEvent = lambda _: None
     _sequence_number: int = 0
     _arguments: str = ""

@@ -12,7 +12,7 @@ from service.schemas.body import Array, Body, CacheSalt, Fields, Logprobs, MaxTo
 
 
 class TextPart(Fields):
-    """A text."""
+    """Text."""
 
     type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
     text: str
@@ -198,7 +198,7 @@ class GrammarFormat(Fields):
 
 
 class CustomTool(Fields):
-    """A tool that the client runs, whose input is a text."""
+    """A tool that the client runs, whose input is text."""
 
     type: Literal["custom"]
     name: str

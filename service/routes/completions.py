@@ -173,7 +173,7 @@ class _Completion(Responder):
         decode = self.call.service.worker.tokenizer.decode
         return [
             given
-            if isinstance(given, str) and not source.prompt.spans  # images in a text are echoed as placeholders
+            if isinstance(given, str) and not source.prompt.spans  # images in text are echoed as placeholders
             else decode(source.prompt.plain_ids.tolist(), skip_special_tokens=False)
             for given, source in zip(self.body.prompts(), sources, strict=True)
         ]

@@ -52,7 +52,7 @@ class GenerateBody(InputsBody):
         str | TokenIds | Array[AnyItem],
         must_be("a string, a list of dicts with one item each, or a list of token ids"),
     ]
-    """A text or a `List[Dict]` as in /infer, or the token ids of the prompt, which are used unchanged."""
+    """A string or a `List[Dict]` as in /infer, or the token ids of the prompt, which are used unchanged."""
     stream: bool | None = None
     """/generate refuses true. /generate_stream ignores this field and always streams."""
     parameters: GenerateParameters | None = None

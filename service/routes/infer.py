@@ -53,7 +53,7 @@ _SEED_BITS = 63
 
 
 Inputs = Annotated[str | Array[AnyItem], must_be("a string, or a list of dicts with one item each")]
-"""A text that is used without a chat template, or a `List[Dict]`."""
+"""A string that is used without a chat template, or a `List[Dict]`."""
 
 
 class InferParameters(Settings):
@@ -128,7 +128,7 @@ class InputsBody(Body):
     """Names of fields that are accepted only in `parameters`."""
 
     inputs: Inputs
-    """A text that is used without a chat template, or a `List[Dict]` that becomes one user turn of a chat."""
+    """A string that is used without a chat template, or a `List[Dict]` that becomes one user turn of a chat."""
     chat_template: Templated | None = None
     """True if a list becomes a chat turn. If it is false, the items are joined without a template. Default: true."""
     parameters: InferParameters | None = None

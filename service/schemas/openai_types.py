@@ -243,7 +243,7 @@ class CompletionBody(GenerationBody):
     add_special_tokens: bool | None = None
     """Add the tokenizer's special tokens, such as BOS, to texts that do not have them. Default: true."""
     parse_special: bool | None = None
-    """True if control tokens in a text, such as `<|im_start|>`, are control tokens, except those of media items. If
+    """True if control tokens in text, such as `<|im_start|>`, are control tokens, except those of media items. If
     not, they are plain text. Default: `--parse-special`."""
     logprobs: Logprobs | None = None
 

@@ -21,7 +21,7 @@ class Parts(TypedDict, total=False):
     content: list[dict[str, Any]]
     """Content parts, as in a chat message."""
     text: str
-    """A text in place of `content`."""
+    """A string in place of `content`."""
 
 
 Given = str | dict[str, Any]

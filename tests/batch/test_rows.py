@@ -435,7 +435,7 @@ def test_an_empty_media_item_is_refused(row: dict[str, Any]) -> None:
             {"video": "0.mp4", "id": 1, "question": "q", "answers": []},
             r"media but no text, and its keys \['answers', 'question'\].* video,id to read",
         ),
-        ({"image_file": "0.jpg", "text": "q"}, r"a text but no media, and its keys \['image_file'\].* text to read"),
+        ({"image_file": "0.jpg", "text": "q"}, r"text but no media, and its keys \['image_file'\].* text to read"),
         (
             {"prompt": "q", "image_path": "0.jpg", "source": "web"},
             r"no media, and its keys \['image_path'\].* prompt to read",

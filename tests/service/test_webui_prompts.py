@@ -104,7 +104,7 @@ def test_a_long_data_url_in_a_text_is_refused(http: httpx2.Client, red: str) -> 
         answer = http.post(path, json=body)
         assert answer.status_code == 400, answer.text[:500]
         message = answer.json()["error"]["message"]
-        assert f"a text has a data: URL of {length} characters" in message, path
+        assert f"the text has a data: URL of {length} characters" in message, path
         assert "--webui-images" in message
         assert len(message) < 500
 

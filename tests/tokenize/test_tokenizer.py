@@ -163,7 +163,7 @@ def test_a_long_data_url_in_a_text_gives_one_warning(tokenizer, caplog, monkeypa
     tokenizer.tokenize([{"text": long}])
     tokenizer.tokenize_chat([{"role": "user", "content": long}])
     (record,) = caplog.records
-    assert "a text has a data: URL of 1001 characters" in record.message
+    assert "the text has a data: URL of 1001 characters" in record.message
     assert "webui=True" in record.message
 
 

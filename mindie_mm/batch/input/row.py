@@ -52,7 +52,7 @@ _VARIABLES = frozenset(
 _NOT_SERVED = {**PROMPT_FIELDS, "add_special_tokens": OFF}
 _KNOWN = _FLAT.union(_PROMPTS, _VARIABLES, _NOT_SERVED, ["id"])
 _FILE_KEYS = frozenset({"img", *(f"{kind}_{end}" for kind in KINDS for end in ("path", "file"))})
-"""Keys that other formats use for the path of a media file. A row with a text and no media may not have such a key."""
+"""Keys that other formats use for the path of a media file. A row with text and no media may not have such a key."""
 _PACKED = frozenset({".gz", ".zst", ".xz", ".bz2"})
 
 _Locate = Callable[[Media], Media]
@@ -188,11 +188,11 @@ def _require_whole(record: Mapping[str, Any], flat: Sequence[str]) -> None:
     if others and not any(key in _TEXTS for key in flat):
         raise InputError(
             f"the row has media but no text, and its keys {others} would be ignored. Rename the key of the text to "
-            f"text, or use --select-columns {chosen} to read the row without a text"
+            f"text, or use --select-columns {chosen} to read the row without text"
         )
     if MEDIA_KEYS.isdisjoint(flat) and (named := [key for key in others if key in _FILE_KEYS]):
         raise InputError(
-            f"the row has a text but no media, and its keys {named} would be ignored. Rename the key of the media to "
+            f"the row has text but no media, and its keys {named} would be ignored. Rename the key of the media to "
             f"image, video or audio, or use --select-columns {chosen} to read the row without media"
         )
 
@@ -213,7 +213,7 @@ def _from_files(
     described: Any = {}
     if (own := record.own(".json")) is not None:
         described = _without_nulls(_without(_decoded(own, f"{record.key}.json"), aside))
-        # If the row has media files, a text in its .json file is only the text for these media.
+        # If the row has media files, the text in its .json file is only the text for these media.
         prompts = (MEDIA_KEYS if media else _FLAT).union(_PROMPTS, CONVERSATIONS)
         if not isinstance(described, dict) or described.keys() & prompts:
             return _from_object(described, partial(_located_file, files=record.files, folder=folder), whole, chat)
@@ -231,8 +231,8 @@ def _from_files(
     if not text and (others := sorted(described.keys() - _KNOWN)):
         raise InputError(
             f"the row {record.key} has media but no text, and the keys {others} in its .json file would be ignored. "
-            "Rename the key of the text to text, give a text with --template, or use --select-columns id to read the "
-            "row without a text"
+            "Rename the key of the text to text, give text with --template, or use --select-columns id to read the "
+            "row without text"
         )
     if text.count(MEDIA_MARK) > 1:
         raise InputError(

@@ -84,5 +84,5 @@ def id_text(value: Any) -> str | None:
 
 
 def printable(text: str) -> str:
-    """Escape all parts of a text that are not Unicode, such as bytes of a file name, because tables require Unicode."""
+    """Escape the parts of a string that are not Unicode, such as bytes of a file name. Tables require Unicode."""
     return text.encode("utf-8", "backslashreplace").decode()

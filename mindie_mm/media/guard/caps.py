@@ -80,7 +80,7 @@ def caps() -> MediaCaps:
 
 
 def length_text(length_s: float, limit_s: float) -> str:
-    """Return a length in seconds as a text with enough digits to show that it exceeds a limit, and at least one."""
+    """Return a length in seconds as a string with enough digits to show that it exceeds a limit, and at least one."""
     texts = (f"{length_s:.{digits}f}" for digits in range(1, 16))
     return next((text for text in texts if float(text) > limit_s), repr(length_s)) + " s"
 

@@ -10,7 +10,7 @@ from mindie_mm.errors import InputError, panics_as
 
 
 def bad_token_ids(tokenizer: Tokenizer, words: Sequence[str]) -> Iterator[tuple[int, ...]]:
-    """Yield the token sequences that encode each word at the beginning of a text and after a space.
+    """Yield the token sequences that encode each word at the beginning of the text and after a space.
 
     vLLM drops the second sequence if it is longer or shorter than the first. The model could then generate the word
     after a space.

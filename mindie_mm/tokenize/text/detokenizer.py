@@ -18,7 +18,7 @@ class TextStream:
     """An incremental decoder. Text that was returned does not change later.
 
     A token is decoded together with the ids of the piece before it, because its text may depend on them: decoders drop
-    a space at the beginning of a text, and several bytes may form one character.
+    a space at the beginning of the text, and several bytes may form one character.
     """
 
     def __init__(

@@ -6,7 +6,7 @@ with these names. All other text stays unchanged and cannot produce a control to
 hardly any memory.
 
 A prompt that is cut at its control tokens, and encoded piece by piece, would get other ids. A tokenizer may treat the
-beginning of a text differently from the text after a control token (Metaspace with `prepend_scheme` "first"), and
+beginning of the text differently from the text after a control token (Metaspace with `prepend_scheme` "first"), and
 control tokens may remove whitespace beside them (`lstrip`, `rstrip`).
 """
 
@@ -98,7 +98,7 @@ class SealedTokenizer:
             pieces: Texts, and at odd indices the control tokens between them.
 
         Raises:
-            InputError: A character of a text produces a control token.
+            InputError: A character of the text produces a control token.
 
         """
         segments = [
@@ -107,7 +107,7 @@ class SealedTokenizer:
         ]
         sealed, made = self._encoded(segments, self._never_text)
         if made:
-            # The vocabulary of a Unigram model includes its control tokens, so the model finds them in a text. Each is
+            # The vocabulary of a Unigram model includes its control tokens, so the model finds them in text. Each is
             # cut after its first character.
             sealed, made = self._encoded([*self._cut_at(segments, made)], self._never_text - self._unknown)
         if made:
@@ -116,7 +116,7 @@ class SealedTokenizer:
         return sealed
 
     def _encoded(self, segments: Sequence[_Segment], never: Container[int]) -> tuple[_Sealed, list[int]]:
-        """Encode a prompt. Return the encoding, and the offsets of tokens in `never` that a text has produced."""
+        """Encode a prompt. Return the encoding, and the offsets of tokens in `never` that text has produced."""
         encoding = self._copy.encode("".join(segment.written for segment in segments), add_special_tokens=False)
         written = [0, *accumulate(len(segment.written) for segment in segments)]
         chars = [0, *accumulate(segment.num_chars for segment in segments)]

@@ -146,7 +146,7 @@ def strings(value: Any) -> Iterator[str]:
 
 
 def _pattern(control: Sequence[str], beginnings: Collection[str]) -> re.Pattern[str]:
-    """Return a pattern for the first character of a control token, and of an incomplete token at the end of a text.
+    """Return a pattern for the first character of a control token, and of an incomplete token at the end of the text.
 
     An incomplete token would become a token if the template appended the rest. Whitespace may follow the incomplete
     token, because a template may strip whitespace.

@@ -334,7 +334,7 @@ class TextEncoder:
         return encoding
 
     def _frame(self) -> tuple[list[int], list[int]]:
-        """Return the ids that the tokenizer adds before and after a text."""
+        """Return the ids that the tokenizer adds before and after text."""
         bare = self._tokenizer.encode("a", add_special_tokens=False)
         framed = self._tokenizer.encode("a")
         start = next(i for i in range(len(framed)) if framed[i : i + len(bare)] == bare)

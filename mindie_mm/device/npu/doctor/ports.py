@@ -85,7 +85,7 @@ def _ephemeral(machine: Machine) -> set[int]:
 
 
 def _numbers(ranges: str) -> set[int]:
-    """Return the ports in a text such as 60000,60050-60060. Return an empty set if the text is malformed."""
+    """Return the ports in a string such as 60000,60050-60060. Return an empty set if the string is malformed."""
     numbers: set[int] = set()
     for part in ranges.split(","):
         first, _, last = part.strip().partition("-")
