@@ -60,8 +60,8 @@ def downloaded(name: str, revision: str | None, agrees: Callable[[str], bool] | 
     Args:
         name: Name of the repository, owner/name.
         revision: Branch, tag or commit. None is the branch main.
-        agrees: Function that takes a sentence about the size of the download and returns whether to begin. If `agrees` is
-            None, nothing is downloaded.
+        agrees: Function that takes a sentence about the size of the download and returns whether to begin. None means
+            that nothing is downloaded.
         weights: Whether the weights are needed.
 
     Raises:
