@@ -1,9 +1,8 @@
 """Benchmark of a mixture-of-experts layer beside transformers' implementations, on one core.
 
-The layer has the sizes of Qwen3-VL-30B-A3B: 128 experts, of which each row has 8, width 2048, and inner width 768. Each
-turn runs all implementations on the same new rows. Before each run, other data are read, so that the weights come from
-memory, as in a model with many layers. The figures are medians of processor times, on which other programs have little
-effect.
+The layer has the sizes of Qwen3-VL-30B-A3B: 128 experts with 8 per row, width 2048, and inner width 768. Each turn runs
+all implementations on the same new rows. Before each run, other data are read, so that the weights come from memory, as
+in a model with many layers. The figures are medians of processor times, on which other programs have little effect.
 """
 
 from __future__ import annotations

@@ -192,7 +192,7 @@ def create_app(
 
 
 def _means(service: Service, tracer: Tracer | None) -> Means:
-    """Return the means by which batches run.
+    """Return what batches need to run their requests.
 
     Their requests use the same routes as other requests, without keys, and with their own limit.
 

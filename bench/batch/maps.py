@@ -37,7 +37,7 @@ FOLDER = Path(__file__).parents[2] / "build" / "bench-maps"
 PYTHON = FOLDER / "venv" / "bin" / "python"
 TORCH = ("torch==2.13.0", "torchvision==0.28.0")
 SAME = ("transformers", "tokenizers", "pillow", "av", "numpy", "pyarrow", "ray")
-"""Packages of which both environments have the same version."""
+"""Packages that have the same version in both environments."""
 TURNS = 5
 MORE = 10
 """Our rows per row of the others, so that the start, which is subtracted, takes little of the time."""

@@ -75,14 +75,14 @@ class Router:
         self._spread = spread
         self._held = [HeldContent(replicas.cache_tokens) for _ in range(replicas.number)]
         self._holders: dict[bytes, set[int]] = {}
-        """Replicas to which each content was sent. Some may have forgotten it."""
+        """Replicas that have received each content. Some may have forgotten it."""
         self._sample = random.Random(0)
 
     def choose(self, content: Content, queued: NDArray[np.int64]) -> int:
         """Return the first replica of `order`, and record that the content is sent there.
 
-        `order` ranks only the replicas of which one must be first, because it takes milliseconds for a thousand. If
-        more than `SAMPLE` equally loaded replicas are left, where only a hash decides, a sample of them stands for all.
+        `order` ranks only the replicas that may come first, because ranking a thousand takes milliseconds. If more than
+        `SAMPLE` equally loaded replicas are left, where only a hash decides, a sample of them stands for all.
         """
         replica = self._first(content, queued)
         self._held[replica].add([content])

@@ -34,7 +34,7 @@ class Decoders:
 
 
 def decoders(times: RequestTimes, accelerator_s: float) -> Decoders:
-    """Return the least number of decoders with which an accelerator that takes `accelerator_s` per image is busy.
+    """Return the smallest number of decoders that keep an accelerator busy if it takes `accelerator_s` per image.
 
     Each request has one new image. The accelerator's time per image covers the tower, the prefill and the
     image's share of the decode steps. The service, the tokenizer and each decoder have their own cores, and the

@@ -111,7 +111,7 @@ class Routed:
 
 
 async def routed(routing: str, engines: int, surplus_tokens: int, requests: int, clients: int = 4) -> Routed:
-    """Answer requests of which most repeat an earlier image."""
+    """Answer requests. Most of them repeat an earlier image."""
     engine = EngineConfig(device="cpu", **ENGINE)  # type: ignore[arg-type]
     config = WorkerConfig(decoders=1, replicas=engines, replica_surplus_tokens=surplus_tokens, engine=engine)
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)

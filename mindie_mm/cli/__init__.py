@@ -109,9 +109,9 @@ def _ending_at_once() -> Iterator[None]:
 
     Without a terminal, SIGHUP asks for a reload, and is ignored because no engine runs yet.
 
-    The process has not allocated resources yet. Handlers are needed because the kernel drops signals for which process
-    1 of a container has no handler, and the imports of `serve` take a second or more. Signals that are already ignored,
-    such as SIGHUP under nohup, stay ignored.
+    The process has not allocated resources yet. Handlers are needed because the kernel drops a signal to process 1 of a
+    container if the process has no handler, and the imports of `serve` take a second or more. Signals that are already
+    ignored, such as SIGHUP under nohup, stay ignored.
     """
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.getsignal(number) for number in numbers}

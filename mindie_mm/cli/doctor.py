@@ -56,9 +56,9 @@ def command(
 ) -> None:
     """Check whether this machine can serve the checkpoint PATH, and say how to fix each problem.
 
-    PATH is a checkpoint directory, or the name of a repository on the Hugging Face Hub, of which every file but the
-    weights is downloaded. Without PATH, the embedded checkpoint is checked. Give the same options as to
-    `mindie-mm serve`.
+    PATH is a checkpoint directory, or the name of a repository on the Hugging Face Hub. All of its files except the
+    weights are downloaded. Without PATH, the embedded checkpoint is checked. Give the same options as to `mindie-mm
+    serve`.
 
     If PATH has no weights, only the checkpoint is judged, before its download: the family, the quantization, the
     settings, the context length, and the cost of an image. PATH needs only a config.json, or is a config.json itself.

@@ -87,7 +87,7 @@ class Decoders(Decoding[Parcel]):
         self._decoder = msgspec.msgpack.Decoder[FromDecoder](FromDecoder)
 
     async def open(self, number: int) -> None:
-        """Start decoders, `number` of which work at the same time. If one cannot be started, stop all of them.
+        """Start decoders. `number` of them work at the same time. If one cannot be started, stop all of them.
 
         Raises:
             UnsupportedCheckpoint: No family supports the checkpoint.

@@ -18,7 +18,7 @@ S = TypeVar("S")
 class Decoding(ABC, Generic[S]):
     """Planning and writing of media items.
 
-    `S` is the type in which the source of an item is kept between planning and writing.
+    `S` is the type of the source of an item between planning and writing.
     """
 
     @abstractmethod

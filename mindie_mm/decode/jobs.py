@@ -145,7 +145,7 @@ class DecoderProcess:
         self.since_s, self.used_before_s = time.monotonic(), _processor_s(self.pid)
 
     def excess(self, caps: MediaCaps) -> tuple[str, MindieMMError | None]:
-        """Return the reason for which the decoder must be ended, or "" if it may continue.
+        """Return why the decoder must be ended, or "" if it may continue.
 
         Also return the error for its job, or None if another decoder should try the job again.
         """

@@ -55,7 +55,7 @@ class Nursery:
         self._processor = processor
         self._setup = setup
         self._pids: dict[int, int] = {}
-        """Resident memory in bytes with which each decoder began, by pid."""
+        """Resident memory of each decoder in bytes when it started, by pid."""
 
     def serve(self) -> None:
         """Answer messages until the tokenizer process closes the channel.

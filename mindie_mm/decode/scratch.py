@@ -1,4 +1,4 @@
-"""Scratch memory, to which a decoder writes its arrays. The tokenizer process copies them to the item's block.
+"""Scratch memory for the arrays that a decoder writes. The tokenizer process copies them to the item's block.
 
 A decoder never gets a descriptor of the arena, so a compromised decoder cannot access the blocks of other items.
 Copying is faster than mapping a block and faulting in its pages for each item (`python -m bench.decoders`).

@@ -31,7 +31,7 @@ _NAME = re.compile(r"([a-z]+)(?::(0|[1-9][0-9]{0,3}))?", re.ASCII)
 LIBRARIES = ("torch_npu",)
 """Packages other than torch whose versions affect the results of a device."""
 SLOW_DTYPE = "the {device} has no {dtype} instructions; inference is several times slower than in float32"
-"""Warning about a dtype for which the device has no instructions."""
+"""Warning about a dtype that the device has no instructions for."""
 
 
 def open_device(name: str = "auto") -> Device:
@@ -86,7 +86,7 @@ def bind_tokenizer(name: str) -> None:
 
 
 def forkable() -> list[str]:
-    """Return the values of the setting `device` for which an engine may run in a forked process.
+    """Return the values of the setting `device` that let an engine run in a forked process.
 
     "auto" is one of them if it can only select such a device. No device's runtime is loaded.
     """

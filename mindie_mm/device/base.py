@@ -27,8 +27,8 @@ class Device(ABC):
     kv_block_size: ClassVar[int] = 16
     """Default number of tokens in a KV block."""
     cheap_rows: ClassVar[int] = 64
-    """Number of tokens up to which a step takes little longer than with one token, because reading the weights takes
-    most of its time."""
+    """Maximum number of tokens for which a step takes little longer than for one token, because reading the weights
+    takes most of its time."""
     survives_fork: ClassVar[bool] = False
     """True if an engine may run in a forked process."""
     is_asynchronous: ClassVar[bool] = False
@@ -134,7 +134,7 @@ class Device(ABC):
         """
 
     def grown_bytes(self, work: Callable[[], object]) -> int:
-        """Run `work`, and return the memory in bytes by which this process has grown. Requires `computes_peaks`."""
+        """Run `work`, and return the growth of this process's memory in bytes. Requires `computes_peaks`."""
         raise NotImplementedError
 
     @classmethod

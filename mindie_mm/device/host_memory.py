@@ -17,7 +17,7 @@ from mindie_mm.settings import cgroup
 
 _MiB, _GiB = 2**20, 2**30
 MAPPED_BYTES = 32 * _MiB
-"""Size from which glibc allocates memory as a mapping of its own. This is the maximum that glibc accepts."""
+"""Smallest allocation that glibc maps separately (mmap). This is the maximum that glibc accepts."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # constants of glibc's malloc.h
 
 # For cgroup version 2 and version 1: the files with a group's limit and usage, and the keys in memory.stat for memory
@@ -62,7 +62,7 @@ def _left(mount: Path, own: Path) -> Iterator[int]:
 
 
 def grown_bytes(work: Callable[[], object]) -> int:
-    """Run `work` and return the number of bytes by which this process's anonymous memory (RssAnon) has grown.
+    """Run `work` and return the growth of this process's anonymous memory (RssAnon) in bytes.
 
     Shared memory and pages of files do not count, and neither does the memory of other processes.
 

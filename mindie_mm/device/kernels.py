@@ -135,7 +135,7 @@ class Kernels:
             keys: Pages of the keys, [blocks, block_size, kv_heads, head_dim].
             values: Pages of the values, [blocks, block_size, kv_heads, value_head_dim].
             rows: The sequences that the rows belong to, and the KV blocks of each sequence.
-            scaling: Factor by which the attention scores are multiplied.
+            scaling: Factor for the attention scores.
 
         Returns:
             [T, heads, value_head_dim].

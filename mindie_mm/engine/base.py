@@ -233,7 +233,7 @@ class BaseEngine(ABC):
         return request
 
     def _restore(self, request: Request, drawn_ids: Sequence[int]) -> None:
-        """Bring a new request into the state in which the tokens `drawn_ids` left an earlier request."""
+        """Make a new request continue an earlier one, as if it had drawn the tokens `drawn_ids` itself."""
         if len(drawn_ids) >= request.max_tokens:  # another engine may have a shorter context
             detail = f"the request has {request.num_prompt} prompt tokens and {len(drawn_ids)} output tokens"
             raise ContextLengthExceeded.of(request.num_prompt + request.max_tokens, detail)

@@ -178,7 +178,7 @@ class DecodeGraphs:
         return not self._cache.states or self._launch(rows, blocks, inputs, step, earlier)
 
     def _trial_inputs(self, inputs: NDArray[np.int64], rows: int) -> Tensor:
-        """Return inputs with which a step can run several times, because it does not overwrite the states it reads."""
+        """Return inputs for a step that can be repeated, because it does not overwrite the states that it reads."""
         trial = inputs.copy()
         trial[4 * rows : 5 * rows] = self._cache.scratch_slot
         return upload(trial, self._logits.device)

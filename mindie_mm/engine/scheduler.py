@@ -184,7 +184,7 @@ class Scheduler(BaseScheduler):
             tower_limits: Limits of one call to a tower.
             states: Slots for the states of recurrent layers. None if the model has no such layers.
             most_guesses: Maximum number of guesses of a request in one step.
-            cheap_rows: Number of tokens up to which steps of decodes contain guesses.
+            cheap_rows: Maximum number of tokens in a decode step that contains guesses.
 
         """
         super().__init__(config, encoder_cache, tower_limits)
@@ -426,7 +426,7 @@ class Scheduler(BaseScheduler):
         return stop
 
     def _begin_state(self, request: Request, num_shared: int, states: StatePool) -> bool:
-        """Give a new request the slot from which it continues. Return False if there is no slot to write."""
+        """Give a new request a slot with the state that it continues. Return False if there is no slot to write."""
         if not num_shared:
             request.state_slot = states.allocate()
             return request.state_slot is not None

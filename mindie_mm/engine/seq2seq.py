@@ -79,7 +79,7 @@ class Seq2SeqScheduler(BaseScheduler):
 
     @property
     def longest_prompt(self) -> int:
-        """Maximum number of prompt tokens for which `kv_bytes` has room if the answer has one token."""
+        """Maximum prompt length in tokens that fits into `kv_bytes` with an answer of one token."""
         return (self.kv_bytes - self._output_token_bytes) // self._prompt_token_bytes
 
     def longest_output(self, num_prompt: int) -> int:

@@ -4,7 +4,7 @@ Each dict has exactly one of the keys `text`, `image`, `video`, `audio`, `docume
 `video_embeds` and `audio_embeds` (the output of a tower), and `prompt_embeds` (embeddings of text tokens), and may have
 options of the item. A media value is a path, bytes, a PIL image, an array, or a `data:`, `http(s):` or `file:` URL. A
 PDF must be a path, bytes or a URL. Embeddings are `Embeddings`, an array or tensor, a list of these for several items,
-or a path, bytes or URL of a file. A video may also be a list of frames, each of which is a media value. Content parts
+or a path, bytes or URL of a file. A video may also be a list of frames. Each frame is then a media value. Content parts
 of OpenAI and Hugging Face chat messages are accepted, too, such as `{"type": "image_url", "image_url": {"url": ...}}`
 and `{"type": "image", "image": ...}`.
 """

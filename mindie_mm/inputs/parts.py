@@ -336,7 +336,7 @@ def _unwrapped(
 def _frames(value: Any) -> Sequence[Any] | None:
     """Return the frames of a video that is a list of frames, or None for a video that is one file.
 
-    For a URL with too many frames, return `MAX_LISTED_FRAMES` + 1 frames, of which the last is the rest of the URL.
+    For a URL with too many frames, return `MAX_LISTED_FRAMES` + 1 frames. The last one is the rest of the URL.
     """
     if isinstance(value, str) and value[: len(_JPEG_FRAMES)].lower() == _JPEG_FRAMES:
         frames = value[len(_JPEG_FRAMES) :].split(",", MAX_LISTED_FRAMES)

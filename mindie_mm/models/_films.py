@@ -105,7 +105,7 @@ class FilmLayout:
         return next(length for length in reversed(self._runs(grid)) if length)
 
     def _runs(self, grid: Grid) -> list[int]:
-        """Return the number of tokens of each chunk of frames and of audio, in turn."""
+        """Return the token count of each chunk. Chunks of frames and of audio alternate."""
         size = int(self.per_second * self.chunk_s)
         frames = _chunks(self._frame_times(grid), size)
         audio = _chunks(np.arange(self.num_audio_tokens(grid[4])), size)

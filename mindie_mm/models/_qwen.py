@@ -185,7 +185,7 @@ class QwenProcessor(Processor):
         return Spelling() if is_possible else None
 
     def num_features(self, kind: Kind, grid: tuple[int, ...]) -> int:
-        """Return the number of features of an item of this kind and grid."""
+        """Return the feature count of an item with this kind and grid."""
         merged = self.image.merge_size**2 * (self.temporal_merge if kind == "video" else 1)
         return math.prod(grid[:3]) // merged
 

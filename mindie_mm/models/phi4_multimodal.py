@@ -47,7 +47,7 @@ from mindie_mm.shm import ArraySpec
 
 _SIDE, _PATCH = 448, 14
 _ROWS = _SIDE // _PATCH
-"""Number of rows of patches of a tile. Pairs of rows and columns become features."""
+"""Number of patch rows in a tile. Pairs of rows and columns become features."""
 _THUMBNAIL = (_ROWS // 2) ** 2 + _ROWS // 2 + 1
 """Number of features of the thumbnail, of the ends of its rows, and of the separator before it."""
 _LEAST_SIDE = 10

@@ -46,7 +46,7 @@ def attend(
         key: [1, kv_heads, T, head_dim].
         value: [1, kv_heads, T, head_dim].
         attention_mask: Ignored, because `paged` determines the mask.
-        scaling: Factor by which the attention scores are multiplied.
+        scaling: Factor for the attention scores.
         paged: The tokens that each row attends to, and the KV cache.
         sliding_window: Maximum number of tokens that a token attends to, counted backwards from the token itself.
             Attention to later tokens of the same bidirectional span is not limited. None means no limit.
@@ -74,7 +74,7 @@ def attend(
 
 
 def chunk_size_of(module: torch.nn.Module) -> int | None:
-    """Return the number of tokens of a chunk of an attention layer, or None if the layer has no chunks."""
+    """Return the chunk size of an attention layer in tokens, or None if the layer has no chunks."""
     config: Any = getattr(module, "config", None)
     types = getattr(config, "layer_types", None)
     return config.attention_chunk_size if types and types[module.layer_idx] == CHUNKED else None
@@ -102,7 +102,7 @@ def paged_attention(
         key: [kv_heads, T, head_dim].
         value: [kv_heads, T, value_head_dim].
         paged: The tokens that each row attends to, and the KV cache.
-        scaling: Factor by which the attention scores are multiplied.
+        scaling: Factor for the attention scores.
         sliding_window: Has the same meaning as in `attend`.
         spans: Whether attention within bidirectional spans is bidirectional.
         chunk_size: Has the same meaning as in `KVLayer`.

@@ -55,7 +55,7 @@ class Clips(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes of the files of all clips."""
+        """Total size of the clip files in bytes."""
         return 2 * self.num_samples + _HEAD_BYTES * len(self.starts)
 
     @staticmethod

@@ -18,7 +18,7 @@ class Sizes(msgspec.Struct, frozen=True):
     context: int | None = None
     """Maximum number of tokens of a prompt and its answer together."""
     longest_answer: int | None = None
-    """Maximum number of tokens of an answer of an encoder-decoder. None for other models."""
+    """Maximum answer length of an encoder-decoder in tokens. None for other models."""
 
 
 class TokenizerTraits(msgspec.Struct, frozen=True, tag="traits"):

@@ -28,7 +28,7 @@ class JsonCallParser(ToolCallParser, ABC):
     after_opening: ClassVar[str] = ""
     """Text between an opening and its calls."""
     after_calls: ClassVar[tuple[str, ...]] = ()
-    """Texts of which one may follow the calls of an opening."""
+    """Texts that may follow the calls after an opening. At most one of them follows."""
 
     @classmethod
     def tags_of(cls, name: str) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""The content of a request for the choice of an engine: its media, and the beginning of its prompt.
+"""Describes the content of a request, its media and the beginning of its prompt, so that an engine can be chosen.
 
 The ids of a prompt contain only handles. The digests of its media are in the headers of their blocks, which this
 process reads from shared memory.

@@ -40,7 +40,7 @@ class TranscriptionBody(Body):
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     """Default: 0."""
     max_completion_tokens: MaxTokens | None = None
-    """Maximum number of tokens of the transcript of each clip."""
+    """Maximum transcript length of each clip in tokens."""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     top_p: TopP | None = None
     top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None

@@ -47,7 +47,7 @@ Answer = Callable[[str, bytes, str], Awaitable[tuple[int, str, bytes]]]
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """The means by which batches run."""
+    """Objects and settings that batches need to run their requests."""
 
     files: FileStore
     answer: Answer

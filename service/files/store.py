@@ -39,7 +39,7 @@ _MOVING_S = 60.0
 OUTPUTS = ("output.jsonl", "errors.jsonl")
 """Names of the files of a batch that become files of the key when the batch ends."""
 EVERYONE = "all"
-"""Name of the folder of all clients of a service without keys."""
+"""Name of the folder that all clients share if the service has no keys."""
 _MAX_SHOWN = 80
 
 

@@ -52,7 +52,7 @@ def extension(head: bytes) -> str | None:
 
 
 def is_base64_media(text: str) -> bool:
-    """Return whether `text` begins as base64 of a known format does, and does not end in a file suffix.
+    """Return whether `text` begins like base64 of a known format and has no file suffix.
 
     The rest of the text is not checked, so that invalid base64 gets an error about base64 and not about a missing file.
     """

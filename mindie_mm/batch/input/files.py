@@ -34,7 +34,7 @@ _WRONG_PATH = frozenset(
         errno.EROFS,
     }
 )
-"""Error numbers of failures for which the user must choose another path or change permissions."""
+"""Error numbers of failures that the user must solve with another path or other permissions."""
 
 
 @contextmanager

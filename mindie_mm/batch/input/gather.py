@@ -46,7 +46,7 @@ _PACKABLE = (".jsonl", ".ndjson", ".json", ".tar")
 
 
 def gathered_path(folder: Path, index: int, given: str = STDIN) -> Path:
-    """Return the path in the run's `folder` to which the input `given`, number `index`, is converted."""
+    """Return the path in the run's `folder` for the conversion of `given`, which is input number `index`."""
     if given.startswith(TABLE):
         return folder / f"input-{index:03d}.parquet"
     ending = ".tar" if is_packed(given) and ending_of(PurePath(given).stem) == ".tar" else ".jsonl"
@@ -138,7 +138,7 @@ def gather(
         folder: Folder of the run.
         template: Prompt for the media of folders.
         stdin: Standard input, by default that of this process.
-        limit: Maximum number of rows of each stream of JSON lines.
+        limit: Maximum number of rows per stream of JSON lines.
         rows: Functions that write the rows of a program, by name of the input.
 
     Returns:

@@ -70,7 +70,7 @@ def arrow_type(kind: str) -> Any:
 
 
 def types_of(columns: Mapping[str, str], sources: Sequence[Source]) -> dict[str, str]:
-    """Return the type of each column, from all rows of the input if `columns` has no type.
+    """Return the type of each column. Infer a type that `columns` does not state from all rows of the input.
 
     Raises:
         InputError: An input has no rows with a column, or cannot be read.

@@ -141,7 +141,7 @@ class ArrayFile:
             self._save()
 
     def mark(self) -> tuple[int, int, int]:
-        """Return the state to which `roll_back` can return."""
+        """Return the current state, which `roll_back` can restore."""
         return len(self._arrays), self._head_bytes, self._end
 
     def roll_back(self, mark: tuple[int, int, int]) -> None:

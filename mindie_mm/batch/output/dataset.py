@@ -49,7 +49,7 @@ class Dataset(Sequence[Sample]):
 
         Args:
             folder: Folder of the run, or its URL in an object store, such as "s3://bucket/run/".
-            model: Directory of the checkpoint with which the rows were tokenized, if it has been moved since.
+            model: Directory of the checkpoint that tokenized the rows, if it has been moved since.
 
         Raises:
             InputError: The folder does not contain a finished run, has only a part of one, or its store cannot be read.

@@ -34,7 +34,7 @@ _TABLES, _ARRAYS = "shard-*.parquet", ".safetensors"
 
 
 class Address(msgspec.Struct, frozen=True):
-    """Data with which a process can write to the folder of a run."""
+    """Data that a process needs to write to the folder of a run."""
 
     path: str
     """Local folder of the run, or its staging folder."""

@@ -26,7 +26,7 @@ _CHECKPOINTS = 4
 
 @dataclass(frozen=True, slots=True)
 class RunModel:
-    """The checkpoint with which the rows of a run were tokenized."""
+    """The checkpoint that tokenized the rows of a run."""
 
     path: str
     """Checkpoint directory, or empty for the embedded checkpoint."""
@@ -46,7 +46,7 @@ class RunModel:
         return _opened(self)[0]
 
     def pad_token(self) -> int:
-        """Return the id with which the tokenizer pads, or else its end-of-text token. `processor` lists the errors."""
+        """Return the tokenizer's padding id or else its end-of-text token. `processor` lists the errors."""
         return _pad_token(self)
 
 
@@ -106,7 +106,7 @@ class Sample:
     assistant: Sequence[Sequence[int]] | None = None
     """Ranges [start, stop) of `ids` that are the assistant's turns. None without `--assistant-spans`."""
     model: RunModel | None = field(default=None, repr=False)
-    """Checkpoint with which the row was tokenized. None if the row has an error."""
+    """Checkpoint that tokenized the row. None if the row has an error."""
 
     def model_inputs(self) -> dict[str, Tensor]:
         """Return the keyword arguments of transformers' model, as a batch of size 1.
@@ -114,7 +114,7 @@ class Sample:
         The arrays equal those of transformers' processor, or of the original code for families that transformers lacks.
 
         Raises:
-            InputError: The row has an error, or the checkpoint is not the one with which the row was tokenized.
+            InputError: The row has an error, or another checkpoint tokenized the row.
             UnsupportedCheckpoint: The checkpoint cannot be read.
 
         """
@@ -123,7 +123,7 @@ class Sample:
         return self.model.processor().model_inputs(ids, items)
 
     def answers(self) -> Sequence[Sequence[int]]:
-        """Return `assistant`. Raise InputError if the run does not contain it."""
+        """Return the ranges of the assistant's turns. Raise InputError if the run does not contain them."""
         if self.assistant is None:
             raise InputError(
                 f"the assistant's turns of row {self.row} are not known. Tokenize conversations with "

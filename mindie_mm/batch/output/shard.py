@@ -110,7 +110,7 @@ def table_path(folder: AnyPath, first_row: int) -> AnyPath:
 
 
 def arrays_path(folder: AnyPath, first_row: int) -> AnyPath:
-    """Return the path of the file of arrays of the shard that begins with `first_row`."""
+    """Return the path of the array file of the shard that begins with `first_row`."""
     return cast("AnyPath", folder / f"shard-{first_row:09d}.safetensors")
 
 

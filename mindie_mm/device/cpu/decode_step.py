@@ -315,7 +315,7 @@ def _is_of_this_version(loaded: ctypes.CDLL) -> bool:
 
 
 def _most_rows(linear: nn.Module) -> int:
-    """Return the maximum number of rows for which compiled code is the fastest."""
+    """Return the maximum number of rows up to which compiled code is fastest."""
     has_faster = isinstance(linear, CPUQuantizedLinear) and linear.rounds_input and is_exact()
     return GROUP if has_faster else MOST_ROWS
 

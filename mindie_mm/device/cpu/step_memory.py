@@ -28,8 +28,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from mindie_mm.device.host_memory import MAPPED_BYTES
 
 _MOST_NUMBERS, _MOST_FLOATS = 2**20, 2**12
-"""Maximum number of elements of tensors of integers, and of other tensors, that are computed. Models read sizes from
-such tensors, for example from the grids of images."""
+"""Maximum number of elements of a tensor that is computed: for tensors of integers, and for other tensors. Models read
+sizes from such tensors, for example from the grids of images."""
 _PR_SET_PDEATHSIG = 1
 _MOST_WRITTEN = 4096  # a pipe takes this at once
 _PLAIN = (bool, int, float, str, type(None))
@@ -73,7 +73,7 @@ def computed_peak_bytes(work: Callable[[], object], scale: float = 1.0) -> Calla
 
     Args:
         work: Function that runs the step.
-        scale: Number by which the size of each tensor is multiplied.
+        scale: Factor for the size of each tensor.
 
     Returns:
         Function that waits for the bound. It raises RuntimeError if the process fails, for example because `work`

@@ -42,7 +42,7 @@ _KERNEL_THAT_FAILS = (5, 10)
 CANN documents that aclrtHostRegisterV2 leads to exceptions up to this version for memory not allocated by CANN.
 """
 _WITHOUT_OPERATORS = "Ascend310P"
-"""Beginning of the names of chips for which CANN lacks operators that an engine needs.
+"""Prefix of the names of chips whose CANN lacks operators that an engine needs.
 
 CANN's product tables do not list them for aclnnFusedInferAttentionScoreV3, aclnnFlashAttentionVarLenScore,
 aclnnScatterPaKvCache and aclnnInplaceIndexCopy. The operators that replace them store the KV cache in another format.

@@ -1,4 +1,4 @@
-"""CPUs near each NPU, to which an engine, torch_npu's threads, and the tokenizer with its decoders are bound.
+"""Binds engines, torch_npu's threads, and the tokenizer with its decoders to CPUs near each NPU.
 
 A thread that moves between sockets launches operators late. vllm-ascend decoded 18% more tokens with such a binding
 (vllm-project/vllm-ascend#6966). Nothing fails if the CPUs of an NPU cannot be determined.
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 _TIMEOUT_S = 10.0
 _VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 _OWN_BINDING = "CPU_AFFINITY_CONF"
-"""Variable with which users let torch_npu bind its threads itself."""
+"""Environment variable that lets torch_npu bind its threads itself."""
 _INTERRUPTS = 2
 """Number of CPUs of each NPU that are left to the driver's interrupts."""
 _LEAST = _INTERRUPTS + 3

@@ -64,7 +64,7 @@ def attend(
         key: [1, heads, T, width].
         value: [1, heads, T, width].
         attention_mask: Must be None.
-        scaling: Factor by which the attention scores are multiplied.
+        scaling: Factor for the attention scores.
         cu_seq_lens_q: Bounds of the sequences, [sequences + 1], on the host.
 
     Returns:

@@ -4,7 +4,7 @@ Each function has the same arguments and result:
 
     query, key, value: [T, heads, width].
     stops: Index after the last row of each sequence.
-    scaling: Factor by which the attention scores are multiplied.
+    scaling: Factor for the attention scores.
 
 The result is [T, heads, width].
 """
@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 PackedAttention = Callable[[Tensor, Tensor, Tensor, Sequence[int], float], Tensor]
 
 _WIDTHS = (64, 128, 192)
-"""Widths of a head for which CANN's operators for inference are documented or used with packed sequences."""
+"""Head widths for which CANN's inference operators are documented, or used elsewhere, with packed sequences."""
 
 
 def infer(query: Tensor, key: Tensor, value: Tensor, stops: Sequence[int], scaling: float) -> Tensor:

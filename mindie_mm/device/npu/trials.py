@@ -26,7 +26,7 @@ LIMITS = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
 """Largest accepted difference of two elements, by dtype. Expected elements are mostly between -2 and 2."""
 
 _LENGTHS = (511, 512, 513, 1025)
-"""Lengths of sequences in tokens, on both sides of the sizes by which kernels divide the keys."""
+"""Sequence lengths in tokens. They lie on both sides of the block sizes that kernels use for keys."""
 _COUNTS = (1, 3, 1, 130)
 """Number of rows of each sequence. Single rows are computed without a mask, and the others with a mask."""
 _SPARE_BLOCKS = 3

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 class StatePool:
-    """A pool of slots, each of which stores the state of a sequence after some number of its tokens.
+    """A pool of slots. Each slot stores the state of a sequence after some number of its tokens.
 
     A snapshot is the state at the end of a full KV block, under the key of that block. Other requests that share the
     block continue from the snapshot. A snapshot without a holder is evicted when a slot is needed, the least recently

@@ -188,7 +188,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     error: Failure | None = None
     """Error that ended the request. No more progress follows."""
     timings: Timings | None = None
-    """Times up to the last of the tokens. They are sent with all tokens."""
+    """Times from the arrival of the request to the last of these tokens."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):

@@ -10,14 +10,14 @@ SPEECH_RATE = 16_000
 SAMPLES = "samples"
 """Name of the array with the samples of speech that is cut, int16 [samples]."""
 _STEP = SPEECH_RATE // 50
-"""Number of samples of which the loudness is measured: 20 ms."""
+"""Number of samples in a measurement of loudness: 20 ms."""
 _PAUSE = 10
 """Number of steps of a pause. A cut is in the middle of these 0.2 s."""
 _HALF = _STEP * _PAUSE // 2
 _LEAST_S = 1.0
 """Minimum length in seconds of a clip."""
 _AS_QUIET = 1.5
-"""Factor by which a pause may be louder than the quietest one. The last of these pauses is chosen."""
+"""Maximum loudness of a pause, divided by that of the quietest one. The last of these pauses is chosen."""
 _COMPARABLE = 30.0
 """Factor by which a pause in the second half of a window may be louder than one in the first half: 15 dB."""
 _SILENT = 1.0

@@ -49,7 +49,7 @@ class MelSettings:
     """True if the reference pads clips with silence to `max_samples`. Otherwise, it mirrors a clip at its end and drops
     an incomplete frame."""
     min_samples: int = 0
-    """Length in samples to which shorter clips are padded with silence."""
+    """Length in samples. Shorter clips are padded with silence."""
 
     @classmethod
     def read(cls, config: Mapping[str, Any], where: str) -> MelSettings:

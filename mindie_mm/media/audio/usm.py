@@ -27,7 +27,7 @@ _NEEDED: Mapping[str, Any] = {
     "per_bin_stddev": None,
 }
 _MULTIPLE = 128
-"""Number of samples to a multiple of which a clip without silence before it is padded."""
+"""A clip without silence before it is padded to a multiple of this number of samples."""
 _CHUNK = 1024
 """Maximum number of frames that are computed at once."""
 
@@ -49,11 +49,11 @@ class UsmSettings:
     highest: float
     """Frequency in Hz at which the last mel filter ends."""
     scale: float
-    """Factor by which samples are multiplied."""
+    """Factor for samples."""
     floor: float
     """Number that is added before the logarithm if `semicausal`, and otherwise the minimum before the logarithm."""
     preemphasis: float
-    """Factor by which the previous sample of the frame is subtracted from each sample."""
+    """Factor of preemphasis: each sample is reduced by this share of the previous sample in the frame."""
     overdrive: bool
     """True if the Fourier transform is twice as long as the window needs."""
     semicausal: bool
@@ -92,7 +92,7 @@ class UsmSettings:
 
     @property
     def least_samples(self) -> int:
-        """Minimum length of a clip in samples, for which there is one frame."""
+        """Minimum length of a clip in samples, which has one frame."""
         before, least = self._silence(0)[0], self.window + 1
         return least - before if self.semicausal else (least - 1) // _MULTIPLE * _MULTIPLE + 1
 

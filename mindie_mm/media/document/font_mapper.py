@@ -32,7 +32,7 @@ class FontMapper:
         """Register the mapper with PDFium, after PDFium was initialized."""
         self.use(faces)
         self.unmapped: set[str] = set()
-        """Names of Chinese, Japanese and Korean fonts for which no face was found."""
+        """Names of Chinese, Japanese and Korean fonts without a face on this machine."""
         self._fallback: Face | None = None
         self.replacement: Face | None = None
         """Face that replaces fonts as a whole, instead of PDFium's own fonts."""

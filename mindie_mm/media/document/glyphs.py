@@ -17,7 +17,7 @@ _INVISIBLE = frozenset({3, 7})  # text below a scanned page, and clipping paths
 _NO_GLYPH = frozenset({"Zs", "Zl", "Zp", "Cc", "Cf", "Cs", "Cn"})
 """Categories of Unicode characters that are not drawn."""
 _FLAT = 0.02
-"""Upper limit of the ratio of the sides of a box around nothing. Boxes around dashes have a higher ratio."""
+"""Maximum aspect ratio of an empty box. Boxes around dashes have a higher ratio."""
 _SYMBOLIC = re.compile(
     r"(symbol|wingdings[23]?|webdings|(?:itc)?zapfdingbats|dingbats|monotypesorts|mtextra|marlett|msoutlook"
     r"|bookshelfsymbol\d?)(?:mt|ps|std|itc|regular|bold|italic|oblique)*"

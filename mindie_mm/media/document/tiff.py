@@ -18,7 +18,7 @@ MAX_ENTRIES = 100_000
 """Maximum number of entries in all directories of a TIFF."""
 _NEW_SUBFILE, _SUBFILE, _WIDTH, _HEIGHT, _BITS, _PHOTOMETRIC, _SUB_DIRECTORIES = 254, 255, 256, 257, 258, 262, 330
 DEPTH = 32997
-"""Tag ImageDepth: number of slices in one directory, of which libtiff and Pillow read one."""
+"""Tag ImageDepth: number of slices in one directory. libtiff and Pillow read only one slice."""
 _TAGS = frozenset({_NEW_SUBFILE, _SUBFILE, _WIDTH, _HEIGHT, _BITS, _PHOTOMETRIC, _SUB_DIRECTORIES, DEPTH})
 _REDUCED, _MASK = 1, 4  # bits of NewSubfileType
 _OLD_REDUCED = 2  # value of SubfileType

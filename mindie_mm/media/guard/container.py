@@ -48,7 +48,7 @@ MAX_READ = 4
 """Maximum total size of a stream's packets, as a multiple of the container's size. In an MP4, samples may share bytes.
 """
 SPARE_BYTES = 2**24
-"""Number of bytes by which a stream's packets may exceed `MAX_READ` times the container's size."""
+"""Number of bytes that a stream's packets may have in addition to `MAX_READ` times the container's size."""
 BARE = ("mp3", "aac")
 """Formats without a container. The decoder itself finds their frames.
 

@@ -43,7 +43,7 @@ class Items:
     properties: Mapping[int, list[tuple[bytes, bytes]]]
     """Type and content of each property, in the order in which they apply."""
     references: Mapping[tuple[bytes, int], list[int]]
-    """Items to which an item refers, by type of reference and id of the item."""
+    """References of each item to other items, by reference type and item id."""
     extents: Mapping[int, list[tuple[int, int, int]]] = field(repr=False)
     """Construction method, offset and size of each piece of an item."""
     inner: bytes = field(repr=False)

@@ -45,7 +45,7 @@ def image_of_icon(data: bytes) -> bytes:
 
 
 def _entries(data: bytes) -> Iterator[tuple[tuple[int, int], int, int]]:
-    """Yield three values for each image: the sort key by which Pillow chooses, the size in bytes and the offset."""
+    """Yield three values for each image: Pillow's sort key, the size in bytes and the offset."""
     (num_images,) = struct.unpack_from("<H", data, 4)
     for place in range(num_images):
         width, height, colours, _, _, bits, num_bytes, offset = struct.unpack_from(_ENTRY, data, 6 + 16 * place)

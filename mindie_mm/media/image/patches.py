@@ -44,7 +44,7 @@ def patchify(rgb: Pixels, patches: np.ndarray[Any, np.dtype[np.uint8]], patch_si
 
 
 def unpatchify(patches: Pixels, rows: int, columns: int, merge_size: int) -> Pixels:
-    """Return the image from which `patchify` has cut the patches.
+    """Return the image that `patchify` has cut into patches.
 
     Args:
         patches: Patches, uint8 [rows * columns, patch, patch, 3].

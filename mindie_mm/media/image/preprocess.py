@@ -55,7 +55,7 @@ class Size:
         return None if self.height is None or self.width is None else (self.height, self.width)
 
     def of(self, height: int, width: int) -> tuple[int, int]:
-        """Return the height and width to which an image of `height` and `width` is resized."""
+        """Return the new height and width of an image of `height` and `width`."""
         if self.fixed is not None:
             return self.fixed
         assert self.shortest_edge is not None
@@ -74,7 +74,7 @@ class Preprocess:
     """Padding to a square, resizing and center cropping, in this order. Each step is optional."""
 
     size: Size | None
-    """Size to which images are resized. None means no resizing."""
+    """Size of resized images. None means no resizing."""
     resample: Resample
     crop: tuple[int, int] | None = None
     """Height and width of the center crop in pixels. None means no cropping."""
@@ -140,7 +140,7 @@ def center_crop(rgb: Pixels, height: int, width: int) -> Pixels:
 
 
 def background_of(mean: Any) -> Color:
-    """Return the color of the normalization mean, with which the reference processors pad images."""
+    """Return the color of the normalization mean. The reference processors pad images with this color."""
     red, green, blue = (int(value * 255) for value in mean)
     return red, green, blue
 

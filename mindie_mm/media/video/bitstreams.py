@@ -19,7 +19,7 @@ _SPS_BYTES = 128
 The flag could be after these bytes only if there were 12 full scaling lists before it. No real encoder writes so many.
 """
 _WITH_CHROMA = frozenset({100, 110, 122, 244, 44, 83, 86, 118, 128, 138, 139, 134, 135})
-"""Values of profile_idc for which a sequence parameter set contains a chroma format and scaling lists."""
+"""Values of profile_idc that mean that a sequence parameter set contains a chroma format and scaling lists."""
 
 
 def is_whole(packet: memoryview, codec: str, extradata: bytes | None) -> bool:

@@ -99,7 +99,7 @@ class Planned(msgspec.Struct, frozen=True, array_like=True, tag="planned"):
 
 
 class CutUp(msgspec.Struct, frozen=True, array_like=True, tag="cut_up"):
-    """Message from the tokenizer process: the clips of speech."""
+    """Message from the tokenizer process: the clips into which it has cut speech."""
 
     number: int
     clips: Clips

@@ -39,7 +39,7 @@ _TABLE = "https://www.hiascend.com/developer/download/compatibility lists compat
 
 
 def findings(machine: Machine, software: Software, cann: CANN | None) -> Iterator[Finding]:
-    """Report on each pair of which both parts are installed."""
+    """Report on each pair whose two parts are installed."""
     if software.torch_npu:
         yield _torch_build(software)
         yield _torch(software.torch, software.torch_npu)
