@@ -177,7 +177,7 @@ async def _domains(two: AsyncTokenizer, each: AsyncTokenizer, images: Images) ->
 
 
 async def _latency(two: AsyncTokenizer, images: Images) -> dict[str, float]:
-    """Measure one request at a time, in one trust domain and in a new one each time, when a spare decoder is ready."""
+    """Measure single requests in the same trust domain and in new ones. A spare decoder is ready each time."""
     same: list[float] = []
     new: list[float] = []
     for turn in range(4 * ROUNDS):

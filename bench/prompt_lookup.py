@@ -1,6 +1,6 @@
 """Benchmark of prompt lookup: decoding with and without guesses, in float32 on the CPU.
 
-Each checkpoint has the sizes of the embedded checkpoint or 37 million parameters, and weights with which each token has
+Each checkpoint has the sizes of the embedded checkpoint or 37 million parameters. In both, the weights give each token
 one likely successor. A prompt of 251 tokens is therefore followed by 200 tokens that repeat it. Every 16th token of
 another prompt is replaced, so that the answer differs there. At temperature 100, all tokens are equally likely, so that
 the answer does not repeat anything. Both engines answer in turns on one thread. The results are the best of several

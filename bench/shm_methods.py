@@ -35,7 +35,7 @@ class Method(ABC):
         self.kept = np.ones(self.size, np.uint8)
 
     def target(self) -> Bytes:
-        """Return the array to which the producer writes its result."""
+        """Return the array for the result of the producer."""
         return self.kept
 
     @abstractmethod

@@ -47,8 +47,8 @@ def order(
 
     Args:
         candidates: Engines that accept requests.
-        surplus_tokens: Maximum number of queued tokens by which a candidate may exceed the least loaded one. Candidates
-            above this number come last, by their load.
+        surplus_tokens: Maximum difference in queued tokens between the chosen candidate and the least loaded one.
+            Candidates with a larger difference come last, by their load.
         first_key: Key of the request's first content.
         spread: Whether the load decides between candidates that hold equally much. If it is False, only the first key
             decides. Routers that do not know each other's requests then choose the same engine for new content.

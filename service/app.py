@@ -107,7 +107,8 @@ def create_app(
         worker: The worker.
         config: Settings of the service.
         tracer: Records traces, or None.
-        replica: Name of this worker among several, by which a later request finds the responses that it stores.
+        replica: Name of this worker among several. A later request uses it to find the responses that this worker
+            stores.
         shared: What the workers of a port share. None for a port with one worker.
 
     """

@@ -34,7 +34,7 @@ from tools.fault_points import POINTS, Point
 from tools.fault_rig import DEADLINE_S, Rig, wait_until
 
 CLEAN_S = 5.0
-"""Maximum time for which remains of a dead process may stay in /dev/shm."""
+"""Maximum time that remains of a dead process may stay in /dev/shm."""
 
 
 @dataclass(slots=True)

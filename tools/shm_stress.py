@@ -3,9 +3,9 @@
     python -m tools.shm_stress --cycles 1000000 --readers 8
 
 One writer publishes blocks. For each block, one of many reader processes attaches, copies and frees the block. The
-content of a block depends only on its reference: each position has a random number, to which a number computed from the
-reference is added. Content of another block is therefore always detected. Some readers are slow, and the writer frees
-some blocks and reuses their memory while a reader copies them.
+content of a block depends only on its reference: each position has a random number plus a number that is computed from
+the reference. Content of another block is therefore always detected. Some readers are slow, and the writer frees some
+blocks and reuses their memory while a reader copies them.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ SIDES = (224, 1600)
 ASPECTS = ((1, 1), (4, 3), (3, 2), (16, 9))
 QUALITIES = (75, 85, 90, 95)
 SCALES = (0.7, 1.0, 1.4)
-"""Scales of the photographs from which an image is cut."""
+"""Scales of the photographs before an image is cut from them."""
 CANVAS = 2048
 QUESTIONS = ("What is in the image?", "Describe this picture.", "Is there a red square or a blue circle? Say which.")
 

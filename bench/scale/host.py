@@ -72,7 +72,7 @@ class Station:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request on its way."""
+    """A request in progress."""
 
     times: RequestTimes
     num_tokens: int

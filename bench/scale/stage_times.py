@@ -88,7 +88,7 @@ class StageTimes:
     tokens: TokenTimes
     engine: EngineTimes
     contention: float
-    """Factor by which work takes longer while all processors are busy."""
+    """Slowdown of work while all processors are busy, as a factor."""
 
     @classmethod
     def read(cls, checkpoint: str, path: Path = RESULTS / "scale_stages.json") -> Self:

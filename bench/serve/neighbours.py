@@ -22,7 +22,7 @@ _LOOP = "while True: pass"
 
 @contextmanager
 def busy_loops(count: int) -> Iterator[None]:
-    """Run `count` processes, each of which keeps one CPU busy."""
+    """Run `count` processes. Each process keeps one CPU busy."""
     with ExitStack() as stack:
         for _ in range(count):
             process = stack.enter_context(subprocess.Popen([sys.executable, "-c", _LOOP]))

@@ -49,8 +49,8 @@ async def overhead(server: Server, checkpoint: Path | None, requests: int, numbe
     """Send `requests` requests one at a time, each with its own image, and return medians in milliseconds.
 
     The model's time is `prefill_s`, which includes the tower, and `decode_s` of the engine. `outside_model_ms` is the
-    remaining time for which the client waits. `without_decoding_ms` is `outside_model_ms` without the time to decode
-    the image. `in_the_server_ms` is the part of `without_decoding_ms` that the server's timings show. It excludes the
+    rest of the time that the client waits. `without_decoding_ms` is `outside_model_ms` without the time to decode the
+    image. `in_the_server_ms` is the part of `without_decoding_ms` that the server's timings show. It excludes the
     client's work and the connection.
 
     Raises:

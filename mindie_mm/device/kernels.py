@@ -83,12 +83,12 @@ class Rows:
 
     @property
     def single_rows(self) -> Tensor:
-        """Rows of the sequences in `singles`, int64 [singles], on the device, if there are other sequences."""
+        """Rows of the sequences in `singles`, int64 [singles], on the device, for batches with other sequences."""
         return self._single_rows()
 
     @property
     def single_sequences(self) -> Tensor:
-        """Copy of `singles` on the device, int64 [singles], if there are other sequences."""
+        """Copy of `singles` on the device, int64 [singles], for batches with other sequences."""
         return self._single_sequences()
 
 

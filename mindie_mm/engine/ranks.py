@@ -38,7 +38,7 @@ _INLINE = 504
 
 
 class RankFailed(Exception):
-    """The other ranks did not receive the error of this rank, because they wait in a collective operation."""
+    """An error of this rank that the other ranks did not receive, because they wait in a collective operation."""
 
     def __init__(self, error: MindieMMError) -> None:
         super().__init__(str(error))

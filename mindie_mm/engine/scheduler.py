@@ -426,7 +426,10 @@ class Scheduler(BaseScheduler):
         return stop
 
     def _begin_state(self, request: Request, num_shared: int, states: StatePool) -> bool:
-        """Give a new request a slot with the state that it continues. Return False if there is no slot to write."""
+        """Give a new request an empty slot, or the slot of the state that it continues.
+
+        Return False if there is no slot to write.
+        """
         if not num_shared:
             request.state_slot = states.allocate()
             return request.state_slot is not None

@@ -50,7 +50,7 @@ class Clips:
     further_frames: int = 0
     """Number of silent frames that are stored after the frames of the clip."""
     chunk: int = 1
-    """Number of frames of which the length of transformers' spectrogram is a multiple, if it is not `max_frames`."""
+    """The length of transformers' spectrogram in frames is a multiple of this number, or `max_frames`."""
 
     @property
     def window_s(self) -> float:

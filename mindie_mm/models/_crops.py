@@ -51,7 +51,7 @@ class Geometry:
         return self._cells(self.patches, self.patches)
 
     def canvas(self, rows: int, columns: int) -> tuple[int, int]:
-        """Return the height and width in pixels of the canvas from which `rows` x `columns` crops are cut."""
+        """Return the height and width in pixels of the canvas for `rows` x `columns` crops."""
         return rows * self.step + self.shared, columns * self.step + self.shared
 
     def cells(self, rows: int, columns: int) -> tuple[int, int]:

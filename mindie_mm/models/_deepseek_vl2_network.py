@@ -124,7 +124,7 @@ class Gate(nn.Module):
         return weights * self.factor, chosen
 
     def _ranked(self, scores: Tensor) -> Tensor:
-        """Return the scores by which experts are chosen. Scores in dropped groups are minus infinity."""
+        """Return the scores that decide which experts are chosen. Scores in dropped groups are minus infinity."""
         if self.method == "greedy":
             return scores
         ranked = scores + self.e_score_correction_bias.float() if self.method == "noaux_tc" else scores

@@ -1,4 +1,4 @@
-"""Videos of which each temporal patch is a separate run of placeholders, with its time as text beside it.
+"""Videos with a separate run of placeholders for each temporal patch, and its time as text beside the run.
 
 Qwen3-VL and GLM-4.1V have such videos. All frames of a video share one limit on their pixels.
 """
@@ -31,7 +31,8 @@ _ZERO = np.zeros((), np.uint8)
 class FrameTimesProcessor(QwenProcessor):
     """Processor for videos with frame times as text. Blocks are the same as in Qwen2-VL.
 
-    The grid of a video is (t, h, w), followed by a number for each temporal patch, from which its time is written.
+    The grid of a video is (t, h, w), followed by a number for each temporal patch. The time of the patch is derived
+    from this number.
     """
 
     @abstractmethod

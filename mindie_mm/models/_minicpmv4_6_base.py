@@ -292,7 +292,7 @@ class _PatchEmbedding(PatchProjection):
 
 
 class _WindowMerger(nn.Module):
-    """Attention within windows of adjacent patches, each of which then becomes one.
+    """Attention within windows of adjacent patches. Each window then becomes one patch.
 
     transformers calls its attention once for each window.
     """

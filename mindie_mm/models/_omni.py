@@ -45,7 +45,7 @@ _TRACKS_LEFT_OUT = (
     "audio item"
 )
 _OF_ROPE = ("input_ids", "attention_mask", "image_grid_thw", "video_grid_thw")
-"""Arrays from which transformers computes positions."""
+"""Arrays that transformers needs to compute positions."""
 
 
 class OmniProcessor(QwenProcessor):

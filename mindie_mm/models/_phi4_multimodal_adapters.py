@@ -148,7 +148,7 @@ class AdapterChoice:
 
 
 class AdaptedLinear(nn.Module):
-    """A linear layer with adapters, each of which changes some rows. All adapters are one pair of matrix products."""
+    """A linear layer with adapters. Each adapter changes some rows. All adapters are one pair of matrix products."""
 
     def __init__(self, base: nn.Linear, adapters: Sequence[tuple[Tensor, Tensor]], choice: AdapterChoice) -> None:
         """Wrap a layer.

@@ -1,7 +1,7 @@
 """The audio encoder of Phi-4-multimodal, a conformer, for clips of any length.
 
 Source: arXiv 2503.01743, section 2.2. Attention sees chunks of 500 features, or 40 s. As in the reference, the last
-chunk of a clip of several chunks is padded with zeros, to which its features attend.
+chunk of a longer clip is padded with zeros, and its features attend to this padding.
 """
 
 from __future__ import annotations

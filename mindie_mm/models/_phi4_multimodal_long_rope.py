@@ -30,7 +30,7 @@ class LongRope:
     """Settings of frequencies that depend on the length."""
 
     original: int
-    """Number of tokens of prompt and output up to which the short factors apply."""
+    """The short factors apply if prompt and output together have at most this number of tokens."""
     parameters: Mapping[str, Any]
     """The published settings."""
 

@@ -82,7 +82,7 @@ class QwenProcessor(Processor):
     config_name: ClassVar[str]
     """Name of transformers' configuration class."""
     vllm_kinds: ClassVar[tuple[Kind, ...]] = ()
-    """Kinds of items for which vLLM's payloads have the layout `PatchLayout`."""
+    """Kinds of items that have the layout `PatchLayout` in vLLM's payloads."""
     image_types: ClassVar[Sequence[str]]
     """Names of the image processor classes in transformers that a checkpoint may state."""
     image_defaults: ClassVar[Mapping[str, Any]] = IMAGE_DEFAULTS
@@ -210,7 +210,7 @@ class QwenProcessor(Processor):
         return sample_frames(total, fps, settings)
 
     def image_size(self, height: int, width: int, settings: PixelSettings) -> tuple[int, int]:
-        """Return the height and width to which an image is resized.
+        """Return the height and width of the resized image.
 
         Raise LimitExceeded if one side is more than 200 times as long as the other.
         """

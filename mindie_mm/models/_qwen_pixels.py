@@ -176,7 +176,7 @@ def check_aspect_ratio(height: int, width: int, own_size: str = "") -> None:
 
 
 def smart_resize(height: int, width: int, settings: PixelSettings, num_frames: int = 1) -> tuple[int, int]:
-    """Return the height and width to which an image or a frame of a video is resized.
+    """Return the height and width of a resized image or video frame.
 
     Both are multiples of `settings.factor`, and their product is between min_pixels and max_pixels. Proportions are
     kept as far as this allows.
@@ -199,7 +199,7 @@ def smart_resize(height: int, width: int, settings: PixelSettings, num_frames: i
 
 
 def joint_resize(height: int, width: int, num_frames: int, settings: PixelSettings) -> tuple[int, int]:
-    """Return the height and width to which all frames of a video are resized if they share the limits on pixels.
+    """Return the height and width of the resized frames of a video whose frames share the limits on pixels.
 
     A side that is shorter than `settings.factor` is first enlarged, with the proportions kept.
 
@@ -229,7 +229,7 @@ def joint_resize(height: int, width: int, num_frames: int, settings: PixelSettin
 def _resized(
     height: int, width: int, factor: int, limits: tuple[int, int], num_frames: int = 1, num_stored: int = 1
 ) -> tuple[int, int]:
-    """Return the nearest multiples of `factor` for which the pixels of all frames together are within `limits`.
+    """Return the nearest multiples of `factor` that keep the pixels of all frames together within `limits`.
 
     As in the references, the pixels are counted with `num_stored` frames, but scaled as those of `num_frames`.
     """

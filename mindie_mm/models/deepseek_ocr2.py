@@ -40,7 +40,7 @@ _ARCHITECTURE = "DeepseekOCR2ForCausalLM"
 _WHOLE, _TILES = "pixel_values", "pixel_values_local"
 _LEAST, _MOST = 2, 6
 _QUERIES = {_WHOLE: 256, _TILES: 144}
-"""Number of features of an image and of a tile, for which the tower has learned queries."""
+"""Number of features of an image and of a tile. The tower has learned a query for each feature."""
 _DEFAULTS: Mapping[str, Any] = {
     "size": {"height": 1024, "width": 1024},
     "tile_size": 768,

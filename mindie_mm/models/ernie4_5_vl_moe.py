@@ -1,7 +1,7 @@
 """ERNIE-4.5-VL: separate experts for text and for media, and the time drawn on each frame of a video.
 
 Source: the ERNIE 4.5 technical report (Baidu, 2025). Token ids, grids and pixels match transformers' `ernie4_5_vl_moe`.
-The tower merges frames in pairs, each of which has its own patches.
+The tower merges pairs of frames. Each frame has its own patches.
 """
 
 from __future__ import annotations

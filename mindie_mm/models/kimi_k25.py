@@ -102,7 +102,7 @@ class _Sizes:
         )
 
     def resized(self, height: int, width: int) -> tuple[int, int]:
-        """Return the height and width to which an image is resized before the padding, in pixels."""
+        """Return the height and width of the resized image before padding, in pixels."""
         patches = max(1, height // self.patch) * max(1, width // self.patch)
         side = self.longest * self.patch
         scale = min(1.0, math.sqrt(self.most / patches), side / height, side / width)

@@ -223,7 +223,7 @@ class Lfm2VLProcessor(Processor):
         return new_height * new_width > self._most * self._cell**2 * self._tolerance
 
     def _resized(self, height: int, width: int) -> tuple[int, int]:
-        """Return the height and width in pixels to which a whole image is resized."""
+        """Return the height and width in pixels of the resized whole image."""
         cell, least, most = self._cell, self._least * self._cell**2, self._most * self._cell**2
         new_height, new_width = (max(cell, round(side / cell) * cell) for side in (height, width))
         if new_height * new_width > most:

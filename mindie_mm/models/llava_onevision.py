@@ -55,7 +55,7 @@ _IMAGE: Mapping[str, Any] = {
 }
 _PIXELS: Mapping[Kind, str] = {"image": "pixel_values", "video": "pixel_values_videos"}
 _LONGER = 1.1
-"""Factor by which the sides of a canvas, in features, may exceed the limit before the features are downscaled."""
+"""Features are downscaled if the sides of their canvas exceed the limit by more than this factor."""
 
 
 class LlavaOnevisionProcessor(AnyresProcessor):

@@ -60,9 +60,9 @@ _PATCH = "<im_patch>"
 class Molmo2Processor(Processor):
     """Processor for Molmo 2.
 
-    The block of an image contains the image at two sizes, uint8 [height, width, 3]: the square `whole`, and `detail`,
-    from which the crops are cut. Its grid is the number of crops (rows, columns). The block of a video contains
-    `frames`, uint8 [frames, side, side, 3]. Its grid is the time of each frame in tenths of a second.
+    The block of an image contains the image at two sizes, uint8 [height, width, 3]: the square `whole`, and `detail`
+    for the crops. Its grid is the number of crops (rows, columns). The block of a video contains `frames`, uint8
+    [frames, side, side, 3]. Its grid is the time of each frame in tenths of a second.
     """
 
     traits = Traits(
@@ -223,7 +223,7 @@ class Molmo2Processor(Processor):
         return cut_patches(self.normalizations[kind](squares).permute(0, 2, 3, 1), geometry.patch)
 
     def item_inputs(self, item: Item, device: torch.device) -> dict[str, Tensor]:
-        """Return the patches, and the patches from which each feature is pooled, numbered within the item.
+        """Return the patches, and for each feature, the numbers of the patches that it pools.
 
         The number is -1 for a missing patch.
         """

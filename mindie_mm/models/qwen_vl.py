@@ -179,8 +179,8 @@ class QwenVLProcessor(Processor):
 class QwenVLModel(Model):
     """The Qwen-VL model.
 
-    Positions have two axes: the index of the token, and the factor by which the rotary base is scaled. The factor is
-    the same for all tokens of a prompt.
+    Positions have two axes: the index of the token, and the factor for the rotary base. The factor is the same for all
+    tokens of a prompt.
     """
 
     traits = Traits(
@@ -245,7 +245,7 @@ class QwenVLModel(Model):
         return logits.float()
 
     def _factor(self, length: int) -> int:
-        """Return the factor by which a prompt of `length` tokens scales the rotary base."""
+        """Return the factor for the rotary base in a prompt of `length` tokens."""
         if not self._dynamic_ntk or not length:
             return 1
         return max(int(2 ** math.ceil(math.log2(length / self._trained_length) + 1)) - 1, 1)

@@ -36,7 +36,7 @@ _VIDEO_TEMPLATE = (
 _FPS_OF_FRAMES = 24
 """Frame rate that the reference assumes for frames without a rate, in frames per second."""
 _SKIPPED_S = 1
-"""Length in seconds of the parts at the start and at the end of a long video from which no frames are sampled."""
+"""No frames are sampled from the first and the last seconds of a long video. This is their number."""
 _SMALL = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
     "eighteen nineteen"

@@ -73,9 +73,9 @@ class _Crops:
     padded: tuple[int, int]
     """Height and width of the image with the padding at its right and its bottom."""
     whole: tuple[int, int]
-    """Height and width to which the image is resized before it becomes the overview."""
+    """Height and width of the image that is resized for the overview."""
     canvas: tuple[int, int]
-    """Height and width to which the image is resized before it is cropped."""
+    """Height and width of the image that is resized for the crops."""
     window: int
     """Side of a crop in pixels. 0 means that there are none."""
 
@@ -207,7 +207,7 @@ class Step3p7Processor(Processor):
 
 
 def _snapped(side: int, window: int) -> int:
-    """Return the multiple of `window` to which a side is resized. A shorter side stays as it is."""
+    """Return the multiple of `window` that replaces the length of a side. A shorter side stays as it is."""
     return window * (side // window + (side % window > 0.2 * window)) if side >= window else side
 
 
@@ -261,8 +261,8 @@ class _SharedExperts(nn.Module):
 def _arrange_experts(layers: nn.ModuleList, count: int) -> None:
     """Let `nn/experts.py` run the experts. transformers' loop over experts waits for the device.
 
-    Unlike other families' experts, these lack the decorator with which `nn/experts.py` recognizes them. `count` is the
-    number of experts on all ranks.
+    Unlike other families' experts, these lack the decorator that `nn/experts.py` recognizes. `count` is the number of
+    experts on all ranks.
     """
     from transformers.models.step3p7.modeling_step3p7 import Step3p7Experts
 

@@ -48,7 +48,7 @@ Another kind of layer, such as a quantized one, that later replaces the linear l
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """Arguments with which a transformers layer calls its attention."""
+    """Arguments that a transformers layer passes to its attention."""
 
     layer: int
     scaling: float
@@ -136,7 +136,10 @@ class DecoderLayer(nn.Module, ABC):
         return (hidden if added is None else hidden + added).unsqueeze(0)
 
     def projections(self) -> Iterator[tuple[str, nn.Module, int, int, Split | None]]:
-        """Yield the linear layers of the transformers layer: name, joined layer, range of its outputs, and share."""
+        """Yield the linear layers of the transformers layer.
+
+        Each has its name, the joined layer, the start and stop of its outputs there, and this rank's share (`Split`).
+        """
         for name, layer, start, stop in self._ranges():
             yield name, layer, start, stop, self._splits[name]
 

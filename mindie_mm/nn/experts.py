@@ -49,7 +49,7 @@ class Expert(nn.Module):
 
     @classmethod
     def of(cls, first: Tensor, second: Tensor, activate: Callable[[Tensor], Tensor]) -> Expert:
-        """Create the layer with the weights of both products, [outputs, inputs] each, which are not copied."""
+        """Create the layer from the weights of both products, [outputs, inputs] each. The weights are not copied."""
         return cls(_linear(first), _linear(second), activate)
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -272,7 +272,7 @@ class Processor(ModelInputs, ABC):
 
 
 class Family(ABC):
-    """A model family, from which the rest of the package gets the processor and the model."""
+    """A model family. It creates the processor and the model for the rest of the package."""
 
     model_types: ClassVar[tuple[str, ...]]
     """Values of `model_type` in config.json that this family supports."""

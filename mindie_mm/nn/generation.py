@@ -67,7 +67,7 @@ class GenerationRules:
         self.eos_token_ids = _ids(stated("eos_token_id"))
         """Tokens that end an answer."""
         self.forced_eos_token_ids = _ids(stated("forced_eos_token_id"))
-        """Tokens with which an answer of the maximum length may end. If empty, the answer may end with any token."""
+        """Tokens that may end an answer of the maximum length. If empty, the answer may end with any token."""
         forced_bos = stated("forced_bos_token_id")
         self._rules = rules.LogitsProcessorList()
         if size := stated("no_repeat_ngram_size"):

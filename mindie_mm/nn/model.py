@@ -114,7 +114,8 @@ class Positions:
     """Positions of all tokens if prompt and output have more than `most_tokens` tokens. None means that they stay the
     same."""
     most_tokens: int = 0
-    """Number of tokens of prompt and output up to which these positions are valid. Only used with `longer`."""
+    """These positions are valid if prompt and output together have at most this number of tokens. Only used with
+    `longer`."""
 
     def of(self, start: int, stop: int) -> NDArray[np.int64]:
         """Return the positions of tokens [start, stop) of prompt and output, int64 [axes, stop - start]."""

@@ -126,7 +126,7 @@ class PagedBatch:
             cache: The KV cache. None means that every chunk is a whole sequence.
             device: Where the model runs.
             top_position: The result of the function `top_position`, or None if it is not known.
-            uploads: Copies to the device, together with which the tensors of the batch are copied.
+            uploads: Copies to the device. The tensors of the batch are added to them.
 
         """
         self.cache = cache

@@ -158,12 +158,12 @@ class PagedCache:
 
     @property
     def scratch(self) -> int:
-        """Index of the block to which the surplus rows of a captured graph write, because every row writes."""
+        """Index of the block for the surplus rows of a captured graph, because every row writes."""
         return self.num_blocks + 1
 
     @property
     def scratch_slot(self) -> int:
-        """Index of the slot to which the surplus rows of a captured graph write."""
+        """Index of the slot for the surplus rows of a captured graph."""
         return self.num_slots
 
     def clear(self, blocks: Tensor) -> None:

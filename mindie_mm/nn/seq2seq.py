@@ -86,7 +86,7 @@ class Seq2SeqModel(MediaModel):
         return Decoding.of(states)
 
     def beginning(self, decoding: Decoding, input_ids: Sequence[int]) -> list[int]:
-        """Return the ids with which the decoder begins, before the answer. By default, they are the start token.
+        """Return the first ids of the decoder, before the answer. By default, they are the start token.
 
         Args:
             decoding: State in which decoding begins. It is not changed.

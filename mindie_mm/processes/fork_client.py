@@ -109,7 +109,7 @@ class ForkClient(Supervised):
         return await Child.start(module, *arguments, environment=environment)
 
     def abandon(self) -> None:
-        """Kill a fork server for which no event loop waits. Otherwise, do nothing."""
+        """Kill a fork server that no event loop waits for. Otherwise, do nothing."""
         if self._begun is not None:
             (process, sock), self._begun = self._begun, None
             sock.close()

@@ -36,7 +36,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """First message of the fork server. It has imported the modules."""
 
     devices: list[str]
-    """Values of the setting `device` for which an engine may be forked."""
+    """Values of the setting `device` that allow an engine to be forked."""
 
 
 class Forked(msgspec.Struct, frozen=True, tag="forked"):

@@ -168,7 +168,7 @@ def import_late() -> None:
 def import_at_once() -> None:
     """Undo `import_late`, before any late module is found.
 
-    Distributed models need the modules, some of which register themselves when they are imported.
+    Distributed models need the modules. Some modules register themselves when they are imported.
     """
     assert not any(isinstance(module, _LateModule) for module in sys.modules.values())
     sys.meta_path.remove(_finder)

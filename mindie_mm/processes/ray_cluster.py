@@ -26,7 +26,7 @@ _NO_DEVICES = frozenset({"CPU", "memory", "object_store_memory"})
 
 
 def accelerators(resources: Mapping[str, float], device: str) -> tuple[str, int] | None:
-    """Return the kind of accelerators of which a cluster or node has most, and their number.
+    """Return the most frequent kind of accelerator in a cluster or node, and the number of such accelerators.
 
     Return None for the device "cpu", and if there are no accelerators.
 

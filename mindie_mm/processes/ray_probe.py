@@ -15,7 +15,7 @@ TOTAL_S = 6.0
 _SETTINGS = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
 """An empty SETTINGS frame of HTTP/2 (RFC 9113, section 6.5)."""
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _SETTINGS
-"""Bytes with which a client begins an HTTP/2 connection (RFC 9113, section 3.4)."""
+"""First bytes of an HTTP/2 connection from a client (RFC 9113, section 3.4)."""
 _FRAME_TYPE = 3
 """Index of the type in the header of a frame."""
 

@@ -1,4 +1,4 @@
-"""Stand-ins for modules, with which code can be imported that needs these modules only to run."""
+"""Stand-ins for modules, so that code can be imported that needs these modules only to run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Standard streams that are always open and use UTF-8, with a standard error to which writing never blocks."""
+"""Standard streams that are always open and use UTF-8. Writing to standard error never blocks."""
 
 from __future__ import annotations
 

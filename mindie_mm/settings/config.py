@@ -247,8 +247,9 @@ class WorkerConfig:
     devices allow, and one on the CPU. On the CPU, the engines divide the processors among themselves.
     With --ray, it is the number of workers, each with one engine."""
     replica_surplus_tokens: CountOrNone = 1024
-    """Maximum number of queued tokens by which an engine may exceed the least loaded engine and still get a request
-    whose media or prefix it has computed before. Four times the tokens that the request saves is a maximum, too."""
+    """An engine that has computed the media or the prefix of a request before gets the request if it has at most this
+    number of queued tokens more than the least loaded engine. The difference may also be at most four times the number
+    of tokens that the request saves."""
     lora: tuple[str, ...] = ()
     """LoRA adapter to load at the start, as NAME=FOLDER. Requests with this model name use the adapter. Repeatable."""
     lora_dir: Path | None = None

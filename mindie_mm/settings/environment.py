@@ -27,7 +27,7 @@ _LINKED_ADDRESS = re.compile(r"(?:tcp|udp|sctp)://")
 _WAIT_POLICIES = frozenset({"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"})
 """Variables that set how long OpenMP threads spin. The OpenMP libraries of Intel and LLVM use KMP_* variables."""
 SPIN_COUNT = 3000
-"""Number of iterations for which an OpenMP thread spins at a barrier before it sleeps."""
+"""Number of iterations that an OpenMP thread spins at a barrier before it sleeps."""
 
 
 def variable(name: str) -> str:

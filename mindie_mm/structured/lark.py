@@ -132,7 +132,7 @@ class Rules:
         """Return a sequence that matches a raw text and the closing text after it.
 
         Args:
-            terms: Terms of a terminal, all of which the raw text matches.
+            terms: Terms of a terminal. The raw text matches all of them.
             excluded: Texts that the raw text must not contain, because they would end it.
             closing: Text after the raw text.
 

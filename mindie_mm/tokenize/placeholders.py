@@ -36,7 +36,7 @@ def expand(
         ids: Prompt with placeholders.
         items: Media items, in order.
         tokens: Placeholders of all kinds that the family supports.
-        opening: Number of ids with which every prompt begins.
+        opening: Number of ids at the beginning of every prompt.
         around: For each item, the number of ids of its spelling before its first and after its last placeholder. By
             default, spellings consist of placeholders.
 

@@ -51,8 +51,8 @@ class Prompt:
     spans: tuple[MediaSpan, ...] = ()
     """Spans of the media items, in order. They do not overlap."""
     opening: tuple[int, int] = (0, 0)
-    """Range [start, stop) of the ids with which the text of every prompt begins, such as BOS. Only `truncate` uses this
-    range. It is not sent to other processes."""
+    """Range [start, stop) of the ids that begin the text of every prompt, such as BOS. Only `truncate` uses this range.
+    It is not sent to other processes."""
     assistant: tuple[tuple[int, int], ...] | None = None
     """Ranges [start, stop) of the assistant's turns, with `PromptOptions.marks_assistant`. It is not sent to other
     processes."""
@@ -167,7 +167,7 @@ class PromptOptions:
     """True if a chat's tokens are the same as in vLLM where it differs from transformers: it adds no special tokens to
     the text of the template, and counts the tokens of images as `Traits.alone_in_vllm` says."""
     cut_to: int = 0
-    """Number of tokens to which a longer prompt is cut. 0 means no cut, and -1 stands for `max_prompt_tokens`. In
+    """A longer prompt is cut to this number of tokens. 0 means no cut, and -1 stands for `max_prompt_tokens`. In
     contrast to `truncate`, exactly this number of tokens is kept, and the cut must not split a media item."""
     cut_side: Side = "left"
     """Side from which tokens are cut off."""

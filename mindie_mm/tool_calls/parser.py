@@ -39,12 +39,11 @@ class ToolCallParser(JsonArguments, ABC):
     in_templates: ClassVar[tuple[str, ...]] = ()
     """Texts that only chat templates of this format contain. A template contains at least one of them."""
     openings: ClassVar[tuple[str, ...]] = ()
-    """Texts with which calls begin."""
+    """Texts that begin calls."""
     starts: ClassVar[tuple[str, ...]] = ()
-    """Texts with which an answer may begin if it consists of calls without an opening."""
+    """Texts that may begin an answer if it consists of calls without an opening."""
     closings: ClassVar[tuple[str, ...]] = ()
-    """Texts with which calls end. They are never content after a call. In invalid calls, the text before them is
-    dropped."""
+    """Texts that end calls. They are never content after a call. In invalid calls, the text before them is dropped."""
 
     ends_reasoning: ClassVar[bool] = False
     """True if the model may call a tool within its reasoning, without ending the reasoning first."""

@@ -84,7 +84,7 @@ def raw_string(
 
 
 def _terms(schema: Mapping[str, Any], other_types: Collection[str]) -> list[str]:
-    """Return the terms of a Lark terminal, all of which a string of the schema matches."""
+    """Return the terms of a Lark terminal. A string of the schema matches all of them."""
     low, high = (keyword(schema, name, int, "a string") for name in ("minLength", "maxLength"))
     expressions = [f"(?s:.){{{low},}}"] if low else []
     expressions += [] if high is None else [f"(?s:.){{0,{high}}}"]

@@ -30,7 +30,7 @@ class Ended(Exception):
 
 
 class Scanner:
-    """A string to which pieces are appended, and the position up to which the text has been read.
+    """A string that grows by pieces, and the position up to which it has been read.
 
     Methods that return a `Step` wait until there is enough text for a decision. Their results therefore do not depend
     on the pieces in which the text arrives. These methods raise NoMatch if the text does not match, and Ended if the

@@ -98,7 +98,7 @@ def branches_of(schema: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
 
 
 def _branches(part: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """Split a schema without combinations into the schema of its strings and the schema of its other values."""
+    """Split a schema without combinations in two: a schema for its strings, and one for its other values."""
     kinds = _kinds(part, where)
     values = _values(part, where)
     if values is None:
@@ -216,7 +216,7 @@ def _mapping(schema: Any) -> Mapping[str, Any]:
 
 
 def _conflict(target: Mapping[str, Any], part: Mapping[str, Any]) -> bool:
-    """Return whether the schema `target`, to which `part` refers, and `part` itself state different constraints."""
+    """Return whether `part` states other constraints than the schema `target` that it refers to."""
     both = (target.keys() & part.keys()) - _ANNOTATIONS - _DEFINITIONS - {"$ref"}
     return any(not _equal(target[key], part[key]) for key in both)
 

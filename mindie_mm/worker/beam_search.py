@@ -49,7 +49,7 @@ class BeamSearchParams:
     ignore_eos: bool = False
     """Whether to generate past the end-of-sequence token."""
     temperature: float = 0.0
-    """Has no effect, as in vLLM, because a beam search uses log-probabilities to which no temperature was applied."""
+    """Has no effect, as in vLLM, because a beam search uses log-probabilities before the temperature is applied."""
     length_penalty: float = 1.0
     """Exponent of the number of tokens, in [-10, 10]. Outputs are ranked by their total log-probability divided by
     `num_tokens ** length_penalty`, so a positive exponent favors long outputs."""

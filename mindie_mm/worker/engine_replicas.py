@@ -34,8 +34,8 @@ LEAST_SHARE = 0.25
 """Minimum share of a prompt that an engine must hold to be preferred. Prompts of one chat template share their first
 tokens, which must not send all of them to one engine."""
 SAVED_WEIGHT = 4
-"""Number of queued tokens for which a request waits to save one token. It is above 1, because content that is computed
-again takes time from other requests, and room in a second cache."""
+"""Number of queued tokens that a request may wait for to save one token. It is above 1, because content that is
+computed again takes time from other requests, and room in a second cache."""
 ANSWER_TOKENS = 64
 """Number of queued tokens that stand for a running answer, unless the request allows fewer. The true length of an
 answer is unknown."""

@@ -62,7 +62,7 @@ class LoraNames:
         """Load an adapter.
 
         Args:
-            name: Name by which requests select it.
+            name: Name that requests use to select the adapter.
             folder: Folder of the adapter.
             replaces: Whether to replace an adapter of the same name. Its running requests finish with the old one.
 

@@ -32,7 +32,7 @@ def prepare(model: str, family: str) -> list[str]:
         family: Name of the family, or "" to find the family as `family_of` does.
 
     Returns:
-        Values of the setting `device` for which an engine may be forked from this process.
+        Values of the setting `device` that allow an engine to be forked from this process.
 
     """
     for module in _MODULES:

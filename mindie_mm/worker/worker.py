@@ -242,7 +242,7 @@ class Worker:
             left_tokens = info.max_model_len if wanted <= info.max_output_len else 0
         if left_tokens < 1:
             raise ContextLengthExceeded.of(
-                info.max_model_len, f"the request needs {wanted} output tokens, which leaves no room for a prompt"
+                info.max_model_len, f"the request needs {wanted} output tokens, which leaves no room for a prompt; lower max_tokens"
             )
         return left_tokens
 
@@ -256,8 +256,8 @@ class Worker:
         Args:
             request: Request to tokenize.
             params: Sampling settings of the request.
-            truncate_to: Number of tokens to which a longer prompt is truncated. If it is None, a prompt that is too
-                long is an error unless `config.truncate` is set.
+            truncate_to: Number of tokens that remain of a longer prompt. If it is None, a prompt that is too long is an
+                error unless `config.truncate` is set.
 
         Raises:
             ContextLengthExceeded: The required tokens leave no room for a prompt.

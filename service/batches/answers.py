@@ -28,7 +28,7 @@ class AnswerResponse(msgspec.Struct):
 
 
 class AnswerLine(msgspec.Struct):
-    """A line, of which only the counted part is decoded, because answers may be large."""
+    """A line. Only the part that is counted is decoded, because answers may be large."""
 
     id: str
     response: AnswerResponse | None
@@ -43,7 +43,7 @@ _decoder = msgspec.json.Decoder(AnswerLine)
 
 
 class AnswerFile:
-    """A file to which lines are appended. Only the process that holds the batch's lock opens it."""
+    """A file that grows by lines. Only the process that holds the batch's lock opens it."""
 
     def __init__(self, path: Path) -> None:
         """Open or create the file. Call `lines` before `append`."""

@@ -38,7 +38,7 @@ _WHY = {
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 """Errors of a file system that has no room."""
 _FULL_S = 600.0
-"""Time in seconds after which a batch fails for which the disk has no room."""
+"""A batch fails if the disk has had no room for it for this time in seconds."""
 _FULL_PAUSE_S = 5.0
 
 Answer = Callable[[str, bytes, str], Awaitable[tuple[int, str, bytes]]]

@@ -196,7 +196,7 @@ class BatchStore:
         return sorted((batch for batch in found if batch is not None), key=lambda one: (one.created, one.id))
 
     def lock(self, owner: str) -> LivenessLock | None:
-        """Lock the key's batches, one of which runs at a time. Return None if a live process has locked them."""
+        """Lock the key's batches, because one runs at a time. Return None if a live process has locked them."""
         return _lock(self.files.root / owner / "batches" / "lock")
 
     def unfinished(self) -> Iterator[tuple[str, Batch]]:

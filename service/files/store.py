@@ -154,7 +154,7 @@ class FileStore:
         return used
 
     def room(self, owner: str, num_bytes: int) -> int:
-        """Return the number of bytes by which the key's files may grow. Raise LimitExceeded if below `num_bytes`."""
+        """Return the number of bytes that may be added to the key's files. Raise LimitExceeded if below `num_bytes`."""
         used = self.used(owner).num_bytes
         self._require_bytes(used + num_bytes)
         return self._max_bytes - used

@@ -1,4 +1,4 @@
-"""The certificate with which the service encrypts connections (TLS)."""
+"""The certificate that the service uses to encrypt connections (TLS)."""
 
 from __future__ import annotations
 

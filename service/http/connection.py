@@ -37,7 +37,7 @@ Parsing a chunk takes as long as parsing about a thousand bytes.
 """
 SMALL_CHUNK_BYTES = 16
 LINGER_S = 2.0
-"""Time in seconds for which a connection continues to read after a response if the request's body is incomplete.
+"""After a response, a connection continues to read an incomplete request body for this time in seconds.
 
 The client can thus read the response before the connection is reset. If the body ends in time, the connection can be
 reused.

@@ -100,7 +100,7 @@ class ErrorObject(BaseModel):
     param: str | None
     """Field of the request that caused the error, or None."""
     code: int | Literal["context_length_exceeded"]
-    """The HTTP status, as in vLLM. If the prompt is too long, it is OpenAI's code instead, by which clients know
+    """The HTTP status, as in vLLM. If the prompt is too long, it is OpenAI's code instead, because clients then know
     that they should shorten the prompt."""
 
 

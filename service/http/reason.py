@@ -35,7 +35,7 @@ _KEY = re.compile(r"[A-Za-z_]{1,40}")
 
 
 async def note_reason(request: Request, message: str) -> None:
-    """Store the reason for which a request is refused, for the access log. `message` is sent to the client."""
+    """Store the reason why a request is refused, for the access log. `message` is sent to the client."""
     # A body that has not been read yet must not be awaited here. The route has stored what it read.
     body = getattr(request, "_body", b"")
     parsed = getattr(request, "_json", None) or getattr(request.state, "form", None) or body.decode("utf-8", "replace")

@@ -42,7 +42,8 @@ class Arguments(BaseModel):
     autoscaling_config: dict[str, Any] = Field(default_factory=dict)
     """Further fields of Serve's `autoscaling_config`, such as `upscale_delay_s`."""
     surplus_tokens: int = Field(default=SURPLUS_TOKENS, ge=0)
-    """Number of queued tokens by which the replica that holds a request's content may exceed the least loaded one."""
+    """A replica that holds a request's content gets the request if it has at most this number of queued tokens more
+    than the least loaded replica."""
     num_ingresses: int = Field(default=1, ge=1)
     """Number of ingress replicas."""
     max_queued_requests: int = Field(default=256, ge=1)

@@ -74,7 +74,8 @@ class Route:
         self.only = only
         """Name of the replica that must receive the request, or None for any replica."""
         self.keeper: str | None = None
-        """Name, as in ids, of the replica that stores the response to which the request refers, or None."""
+        """Name of the replica that stores the response that the request refers to, as in the ids of responses. None if
+        there is no such response."""
         self.names: list[str] = []
         """Names of all replicas when the router last chose one."""
         self.tried: list[str] = []
@@ -116,12 +117,12 @@ class Route:
 
 
 def route_of(body: bytes, owner: bytes = b"", loras: Collection[str] = ()) -> Route:
-    """Return the content of the request with the JSON `body`, or of nothing if the body is not a valid request.
+    """Return the content of the request with the JSON `body`. If the body is not a valid request, its content is empty.
 
     Equal media and equal beginnings of prompts have equal keys if the requests have the same `cache_salt`, because
-    other requests do not share a worker's caches. They must also have the same LoRA adapter: `loras` are the names of
-    adapters, one of which may be `model`. A media item with a `uuid` is named by this uuid and `owner`, the digest of
-    the API key, because the request may leave out the data.
+    other requests do not share a worker's caches. They must also have the same LoRA adapter. `loras` are the names of
+    the adapters; `model` may be one of them. A media item with a `uuid` is named by this uuid and `owner`, the digest
+    of the API key, because the request may leave out the data.
     """
     try:
         request = msgspec.json.decode(body)
@@ -142,7 +143,7 @@ def route_of(body: bytes, owner: bytes = b"", loras: Collection[str] = ()) -> Ro
 
 
 def keeper_of(path: str, body: bytes) -> str | None:
-    """Return the name of the replica that stores the response or item to which a request refers.
+    """Return the name of the replica that stores the response or item that a request refers to.
 
     It is part of the first such id in the request. Return None if there is no such id. If text of the client only
     looks like an id, the request is offered to that replica first, which does no harm.

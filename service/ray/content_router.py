@@ -10,7 +10,8 @@ from mindie_mm.routing import Candidate, HeldContent, order
 from service.ray.content import Loads
 
 SURPLUS_TOKENS = 8192
-"""Default number of queued tokens by which a replica that holds a request's content may exceed the least loaded."""
+"""Default of `surplus_tokens`: a replica that holds a request's content gets the request if it has at most this number
+of queued tokens more than the least loaded replica."""
 _HELD_TOKENS = 2**18
 """Capacity of a replica that has not reported the capacity of its KV cache."""
 

@@ -52,7 +52,7 @@ _DEATHS = 2
 _PROBE_S = 10.0
 """Maximum time in seconds until a worker begins to answer a request without a body. Probes wait for no replica."""
 _IN_THREAD_BYTES = 2**15
-"""Size of a body in bytes from which its content is named in a thread."""
+"""Minimum size in bytes of a body whose content is named in a thread."""
 _LIVE = ("/health/live", "/v2/health/live")
 _SCOPE = (
     "type",
@@ -205,7 +205,7 @@ class Ingress:
         return merged(pages, "replica")
 
     async def _messages(self, scope: Scope, body: bytes, route: Route) -> AsyncGenerator[Message, None]:
-        """Yield the ASGI messages with which a worker answers."""
+        """Yield the ASGI messages of the answer from a worker."""
         responses = self._worker.remote(scope, body, num_tokens=route.num_tokens, route=route)
         complete = False
         try:

@@ -69,7 +69,7 @@ class FileContent:
         Args:
             kind: Kind of the item.
             data: Bytes of the file.
-            conversion: Background color with which an image is converted to RGB. None if its file is RGB.
+            conversion: Background color for the conversion of an image to RGB. None if its file is RGB.
 
         """
         self._kind = kind

@@ -156,8 +156,8 @@ class EventStream(Admitted):
             admission: Limits on the requests in progress.
             last: Data after the last event, or None.
             timeout_s: Maximum time in seconds for the answer, or None for the service's limit.
-            named: Whether each event has a line with its `type`, by which some clients choose the events that they
-                read.
+            named: Whether each event has a line with its `type`. Some clients use this line to choose the events that
+                they read.
 
         """
         # Without X-Accel-Buffering, nginx would buffer several events and send them together.

@@ -1,4 +1,4 @@
-"""Reads files of /v1/files to which requests refer."""
+"""Reads files of /v1/files that requests refer to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads the files of /v1/files to which the items of a conversation refer."""
+"""Reads the files of /v1/files that the items of a conversation refer to."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class LoadBody(Fields):
     """The request of /v1/load_lora_adapter."""
 
     lora_name: _Name
-    """Model name with which requests select the adapter."""
+    """Model name that requests use to select the adapter."""
     lora_path: Annotated[str, Field(min_length=1, max_length=_MAX_PATH)]
     """Folder of the adapter: a path below `--lora-dir`, absolute or relative to it."""
     load_inplace: bool = False

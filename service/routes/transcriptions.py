@@ -171,7 +171,7 @@ class _Speech:
         return codes.get((choice["token_ids"] or [-1])[0], ""), no_speech_prob(choice)
 
     async def _heard(self, clips: Clips, index: int, times: tuple[float, float]) -> list[Heard]:
-        """Return the answers about a clip: one, and further ones about the rest that the model has left out."""
+        """Return the answers about a clip. If the model leaves out the end of the clip, ask again about that part."""
         worker, folder = self.incoming.service.worker, self.upload.path.parent
         decode, ends = worker.tokenizer.decode, worker.engine.info.eos_token_ids
         found: list[Heard] = []

@@ -129,7 +129,7 @@ class EmbeddingBody(PoolingBody):
 
     @property
     def prompt_options(self) -> PromptOptions:
-        """Rules for texts, and for truncating inputs. Raise InputError if an input would lose all tokens."""
+        """Options for encoding and truncating the inputs. Raise InputError if truncation would remove all tokens."""
         if self.truncate_prompt_tokens == 0:
             message = "truncate_prompt_tokens=0 must be -1 or at least 1"
             raise InputError(message, param="truncate_prompt_tokens")

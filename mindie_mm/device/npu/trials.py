@@ -28,7 +28,7 @@ LIMITS = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
 _LENGTHS = (511, 512, 513, 1025)
 """Sequence lengths in tokens. They lie on both sides of the block sizes that kernels use for keys."""
 _COUNTS = (1, 3, 1, 130)
-"""Number of rows of each sequence. Single rows are computed without a mask, and the others with a mask."""
+"""Row count of each sequence. Single rows are computed without a mask, all others with a mask."""
 _SPARE_BLOCKS = 3
 
 

@@ -188,7 +188,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     error: Failure | None = None
     """Error that ended the request. No more progress follows."""
     timings: Timings | None = None
-    """Times from the arrival of the request to the last of these tokens."""
+    """Time in each stage up to the last of these tokens. Every message with tokens contains it."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):

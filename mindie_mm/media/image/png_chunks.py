@@ -34,10 +34,10 @@ _BLOCK = 2**10
 def with_tidy_chunks(png: bytes) -> bytes:
     """Return `png` without its texts and its color profile, and with its orientation before the pixels.
 
-    This package does not apply color profiles. Of XMP, only the orientation is kept. EXIF data are kept without
-    compression, because Pillow limits only compressed texts to 1 MiB. Both are moved before the pixels if Pillow would
-    find them behind the pixels. Pillow does not search there if there is an eXIf chunk before the pixels, and only up
-    to the next frame of an animation.
+    This package does not apply color profiles. Only the orientation is kept from XMP. EXIF data are kept without
+    compression, because Pillow limits only compressed texts to 1 MiB. XMP and EXIF data move before the pixels if
+    Pillow would find them behind the pixels. Pillow does not search there if an eXIf chunk precedes the pixels, and it
+    searches an animation only up to its next frame.
 
     Raises:
         LimitExceeded: The texts that may contain the orientation have more than `MAX_TEXT_BYTES` bytes together, or the

@@ -9,7 +9,7 @@ VOCABULARIES = (
     *("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json"),
     *("vocab.json", "vocab.txt", "vocab.bpe", "qwen.tiktoken", "tiktoken.model"),
 )
-"""Files from which transformers builds a tokenizer, in order of precedence."""
+"""Files that transformers can build a tokenizer from, in order of precedence."""
 _ONE_OF = (
     ("config.json",),
     VOCABULARIES,

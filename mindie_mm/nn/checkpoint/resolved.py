@@ -1,7 +1,7 @@
 """Corrections to a configuration that transformers has read from config.json.
 
-transformers 5 interprets some keys differently from the releases for which checkpoints were published. The old
-interpretation is correct, because the weights were trained with it.
+transformers 5 interprets some keys differently from earlier releases, which many checkpoints were published for. The
+old interpretation is correct, because the weights were trained with it.
 """
 
 from __future__ import annotations

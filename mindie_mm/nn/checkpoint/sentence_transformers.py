@@ -26,7 +26,7 @@ _SWITCHES = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-"""Modes of Pooling, by the switches with which earlier versions of sentence-transformers store them."""
+"""Modes of Pooling, by the names of the switches in earlier versions of sentence-transformers."""
 _ACTIVATIONS = {None: True, "Sigmoid": True, "Identity": False}
 """True if a score is the sigmoid of the difference of logits, by the class of the activation."""
 

@@ -381,7 +381,7 @@ def _share_missing_head(module: Any, missing: Collection[str]) -> set[str]:
 
 
 def _settings_for_transformers(checkpoint: Checkpoint, device: Device) -> Mapping[str, Any] | None:
-    """Return the quantization settings with which transformers must load the weights.
+    """Return the quantization settings that transformers needs to load the weights.
 
     Return None if the weights are not quantized, or if this package reads them.
     """

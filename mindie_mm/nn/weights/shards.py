@@ -141,7 +141,7 @@ def _check_torch(file: Path) -> None:
 def _refuse_adapters(checkpoint: Checkpoint, names: Iterable[str]) -> None:
     """Raise UnsupportedCheckpoint for a model saved with an unmerged adapter. peft renames weights in that case.
 
-    The layouts of some authors have such weights. The rules for the names in these layouts contain the layer's name.
+    Some authors' own layouts also have such names. They are accepted if the checkpoint's renaming rules expect them.
     """
     if any(_WRAPPED in renaming.published for renaming in checkpoint.renamings or ()):
         return

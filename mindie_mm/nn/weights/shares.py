@@ -114,7 +114,10 @@ def shared(
 
 
 def _drop_plans(config: Any) -> None:
-    """Drop the plans of a configuration and of its sections, because towers with the layers of a decoder have them."""
+    """Drop the tensor-parallel plans of a configuration and its sections.
+
+    Towers that reuse decoder layers have such plans, too.
+    """
     config.base_model_tp_plan = None
     for name in config.sub_configs:
         if (part := getattr(config, name, None)) is not None:
@@ -144,7 +147,7 @@ def localize(module: Any) -> None:
     """Replace the DTensor weights of linear layers, experts and embeddings by this rank's local tensors.
 
     PyTorch converts a DTensor at every call to a layer. The conversion takes longer than a small layer. For embeddings,
-    it also indexes with booleans, for which the host waits for some devices.
+    it also indexes with booleans, which makes the host wait for some devices.
     """
     from torch.distributed.tensor import DTensor, Shard
 
@@ -164,7 +167,7 @@ def localize(module: Any) -> None:
 
 
 def _embed(weight: Tensor, start: int, ids: Tensor) -> Tensor:
-    """Return the embeddings of ids, of which this rank has the rows from `start` on in `weight`."""
+    """Return the embeddings of ids. `weight` contains the rows of this rank, which begin with row `start`."""
     local = ids - start
     rows = embedding(local.clamp(0, len(weight) - 1), weight)
     rows.masked_fill_(((local < 0) | (local >= len(weight))).unsqueeze(-1), 0)

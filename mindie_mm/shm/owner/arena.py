@@ -387,7 +387,8 @@ class Arena:
 
         Blocks that are being filled stay, unless their writer has dropped them. By default, this method reads the
         release words only if the doorbell was rung or a block was dropped. With `unasked`, it always reads the release
-        words, and thus also finds a block if the process that wrote its release word died before it rang the doorbell.
+        words. It then also finds a block whose release word was written by a process that died before it rang the
+        doorbell.
         """
         dropped = [held for held in self._filling.values() if held.block() is None]
         if not (unasked or dropped or self._table.rung):

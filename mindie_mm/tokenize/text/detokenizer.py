@@ -111,9 +111,9 @@ class StopScope:
     opened: bool = False
     """True if the prompt already contains the start of the reasoning."""
     openings: tuple[str, ...] = ()
-    """Texts with which tool calls begin."""
+    """Texts that begin tool calls."""
     starts: tuple[str, ...] = ()
-    """Texts with which the content begins if it consists of calls without an opening."""
+    """Texts that begin the content if it consists of calls without an opening."""
 
     def begin_in(self, text: str) -> int | None:
         """Return the index in `text` after the reasoning, or None if more text is needed to decide this."""

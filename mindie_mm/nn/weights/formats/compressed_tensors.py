@@ -137,7 +137,7 @@ def _static(parts: Mapping[str, Tensor], values: Tensor, scales: Tensor) -> Stat
 
 
 def _signed(packed: Tensor, bits: int, count: int) -> Tensor:
-    """Return signed numbers, int8 [rows, count], whose unsigned forms `packed` has in its columns, int32."""
+    """Unpack the unsigned numbers in the columns of `packed`, int32, and return them as signed int8 [rows, count]."""
     numbers: Tensor = (unpacked(packed, bits, count) - 2 ** (bits - 1)).to(torch.int8)
     return numbers
 

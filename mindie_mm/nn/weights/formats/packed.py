@@ -51,7 +51,7 @@ class PackedWeight(ABC):
 
 
 class IntegerWeight(PackedWeight):
-    """A weight of a format that `QuantizedWeight` describes."""
+    """A weight of integers with scales, as `QuantizedWeight` describes it."""
 
     def __init__(self, weight: QuantizedWeight) -> None:
         self.quantized = weight
@@ -109,7 +109,7 @@ class Format(ABC):
 
     @abstractmethod
     def weight(self, name: str, parts: Mapping[str, Tensor]) -> PackedWeight | Tensor:
-        """Return a packed weight, or a plain weight of this value. Raise ValueError if a tensor is wrong.
+        """Return the packed weight, or an equal plain tensor. Raise ValueError if a part is invalid.
 
         Args:
             name: Name of the weight.

@@ -1,4 +1,4 @@
-"""Matrices of integers, several of which are packed into one int32."""
+"""Matrices of integers. Each int32 packs several integers."""
 
 from __future__ import annotations
 
