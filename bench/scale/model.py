@@ -124,7 +124,7 @@ def comparison_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def tables(figures: dict[str, Any]) -> str:
-    """Return the parts that `figures` has as tables in Markdown."""
+    """Return Markdown tables of the parts in `figures`."""
     found = [show(figures) for part, show in SHOWN.items() if figures.get(part)]
     return "\n\n".join(found) + "\n"
 

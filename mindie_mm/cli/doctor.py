@@ -76,7 +76,7 @@ def command(
 def _findings(
     path: Path | None, image_size: tuple[int, int], operators: bool, root: Path, flags: dict[str, Any]
 ) -> Iterator[Finding]:
-    """Yield the findings about the checkpoint, and about the machine unless the checkpoint has no weights."""
+    """Yield the findings about the checkpoint. If it has weights, also yield those about the machine."""
     given = configured(path, flags)
     configuration = with_local_model(given, weights=False)
     worker = configuration.worker

@@ -122,7 +122,7 @@ def without_others(passed: Tensor, chosen: Tensor, num_experts: int) -> Tensor:
 
 
 def on_rank(chosen: Tensor, start: int, num_experts: int) -> Tensor:
-    """Return the indices of experts on the rank that has `num_experts` experts from `start` on.
+    """Number the `chosen` experts as a rank does that has `num_experts` experts, the first of which is `start`.
 
     Experts of other ranks become `num_experts`.
     """

@@ -81,8 +81,8 @@ class AriaProcessor(Processor):
         known = config.projector_patch_to_query_dict
         if patches not in known:
             raise UnsupportedCheckpoint(
-                f"{where}: a tile of {self.side}x{self.side} pixels has {patches} patches, for which "
-                f"projector_patch_to_query_dict has no number of features; it has {', '.join(map(str, known))}"
+                f"{where}: a tile of {self.side}x{self.side} pixels has {patches} patches, but "
+                f"projector_patch_to_query_dict has only entries for {', '.join(map(str, known))} patches"
             )
         self.tile_features: int = known[patches]
         stated = checkpoint.json("processor_config.json").get("size_conversion") or {}

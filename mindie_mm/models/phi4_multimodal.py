@@ -49,7 +49,7 @@ _SIDE, _PATCH = 448, 14
 _ROWS = _SIDE // _PATCH
 """Number of patch rows in a tile. Pairs of rows and columns become features."""
 _THUMBNAIL = (_ROWS // 2) ** 2 + _ROWS // 2 + 1
-"""Number of features of the thumbnail, of the ends of its rows, and of the separator before it."""
+"""Number of features of the thumbnail, including the ends of its rows and the separator before it."""
 _LEAST_SIDE = 10
 """Minimum height and width in pixels of a resized image."""
 _PIXELS: Mapping[str, Any] = {

@@ -503,7 +503,8 @@ class ServiceConfig:
         if self.accept_handles and self.uds is None:
             raise InputError("accept_handles is on, but uds is not set; set uds, or leave accept_handles out")
         if self.max_spool_bytes < self.max_media_bytes:
-            raise InputError(f"max_spool_bytes={self.max_spool_bytes} must be at least {self.max_media_bytes}")
+            spool, media = f"max_spool_bytes={self.max_spool_bytes}", f"max_media_bytes={self.max_media_bytes}"
+            raise InputError(f"{spool} must be at least {media}; raise max_spool_bytes, or lower max_media_bytes")
         if not all(map(is_key, self.api_key)):
             raise InputError(
                 "an api_key is empty or has a character that an HTTP header cannot have; use printable ASCII"

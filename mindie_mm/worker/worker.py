@@ -242,7 +242,8 @@ class Worker:
             left_tokens = info.max_model_len if wanted <= info.max_output_len else 0
         if left_tokens < 1:
             raise ContextLengthExceeded.of(
-                info.max_model_len, f"the request needs {wanted} output tokens, which leaves no room for a prompt; lower max_tokens"
+                info.max_model_len,
+                f"the request needs {wanted} output tokens, which leaves no room for a prompt; lower max_tokens",
             )
         return left_tokens
 

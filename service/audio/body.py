@@ -51,7 +51,7 @@ class TranscriptionBody(Body):
 
     @classmethod
     def of(cls, fields: Mapping[str, Sequence[str]]) -> Self:
-        """Return the body for the fields of a form. Texts become numbers where a field is a number.
+        """Return the body for the fields of a form. Form values are strings, so numbers are converted.
 
         Raises:
             InputError: A field is not valid, or is given twice.

@@ -38,7 +38,7 @@ def set_host(headers: list[tuple[bytes, bytes]], target: bytes, http_version: st
         hosts = [url[1]]
         headers[:] = [(b"host", url[1]), *(header for header in headers if header[0] != b"host")]
     if not all(map(_HOST.fullmatch, hosts)):
-        raise InputError("the Host header is not a host name or an address, optionally followed by a port")
+        raise InputError("the Host header must be a host name or an address, with or without a port")
 
 
 def host_name(host: str) -> str:

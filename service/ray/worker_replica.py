@@ -72,7 +72,7 @@ class WorkerReplica:
             scope: ASGI scope of the request.
             body: The whole body.
             num_tokens: Estimated number of tokens of the prompt.
-            route: Argument for the ingress's router. It has no content here.
+            route: Only used by the router of the ingress. It is empty here.
 
         """
         del route

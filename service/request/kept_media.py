@@ -112,7 +112,7 @@ def _key(media: Media, owner: bytes, salt: str) -> bytes:
 
 
 def _is_data(source: Any) -> bool:
-    """Return whether the source of an item is kept data. Clients send JSON, which has no bytes."""
+    """Return whether the source of an item is kept data: it is bytes, which no JSON of a client contains."""
     return isinstance(source[0] if isinstance(source, tuple) else source, bytes)
 
 

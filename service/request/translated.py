@@ -41,7 +41,7 @@ class _Turn:
 
 
 class Translated:
-    """Messages of a chat completion, with the place in the client's request that each of their parts comes from."""
+    """Messages of a chat completion. For each of their parts, the place in the client's request is known."""
 
     def __init__(
         self, field: str, names: Mapping[str, str], *, takes_late_system: bool, joins_turns: bool = False

@@ -58,7 +58,7 @@ async def test_the_media_of_all_requests_are_bounded_and_given_back(tmp_path: Pa
 
 
 def test_the_spool_must_hold_at_least_one_request() -> None:
-    with pytest.raises(InputError, match="max_spool_bytes=29 must be at least 30"):
+    with pytest.raises(InputError, match="max_spool_bytes=29 must be at least max_media_bytes=30"):
         ServiceConfig(max_media_bytes=30, max_spool_bytes=29)
 
 

@@ -25,7 +25,8 @@ _UNUSED = (
     *("onnx/*", "openvino/*", "original/*", "metal/*", "checkpoint-*", ".*"),
     *("consolidated*", "training_args*", "optimizer*", "scheduler*", "rng_state*"),
 )
-"""Weights for other programs, and the state of a training run. Some checkpoints need other subfolders."""
+"""Files that are not downloaded: weights for other programs, and the state of a training run. Other subfolders may be
+needed."""
 _CACHED = "models--"
 """Beginning of the name of a repository's folder in the Hugging Face cache."""
 _GB = 1e9
