@@ -204,10 +204,10 @@ def _together(layers: Sequence[nn.Module]) -> nn.Module:
     """Return one layer whose output is the concatenated output of `layers`."""
     if len(layers) == 1:
         return layers[0]
-    quantized = [layer for layer in layers if isinstance(layer, QuantizedLinear)]
-    if len(quantized) == len(layers) and len({type(layer) for layer in quantized}) == 1:
+    own = [layer for layer in layers if isinstance(layer, QuantizedLinear)]
+    if len(own) == len(layers):
         with suppress(ValueError):  # they round their input differently
-            return quantized[0].joined(quantized)
+            return own[0].joined(own)
     return SideBySide(layers)
 
 

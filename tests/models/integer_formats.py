@@ -7,6 +7,7 @@ Sources of the layouts: compressed-tensors (compressors/pack_quantized, int_quan
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,26 @@ class Scheme:
     """True if groups consist of inputs in a random order."""
     inputs: str | None = None
     """How inputs are rounded: dynamic, static, or not at all."""
+
+
+def compressed(kind: str, scheme: Scheme, **changes: Any) -> dict[str, Any]:
+    """Return a quantization_config as llm-compressor writes it."""
+    strategies: dict[int | None, str] = {None: "channel", 0: "tensor"}
+    weights: dict[str, Any] = {
+        "num_bits": scheme.bits,
+        "type": "int",
+        "symmetric": scheme.symmetric,
+        "group_size": scheme.group,
+    }
+    weights["strategy"] = strategies.get(scheme.group, "group")
+    inputs: dict[str, Any] | None = None
+    if scheme.inputs:
+        is_dynamic = scheme.inputs == "dynamic"
+        inputs = {"num_bits": 8, "type": "int", "dynamic": is_dynamic, "strategy": "token" if is_dynamic else "tensor"}
+        inputs["symmetric"] = is_dynamic
+    group: dict[str, Any] = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    settings = {"quant_method": "compressed-tensors", "format": kind, "ignore": ["lm_head", "re:visual.*"]}
+    return {**settings, "config_groups": {"group_0": group | changes}}
 
 
 def quantized(weight: torch.Tensor, scheme: Scheme) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
@@ -121,6 +142,16 @@ def awq(weight: torch.Tensor, scheme: Scheme) -> Weights:
         "qzeros": packed(zeros[order].T, 4),
         "scales": torch.from_numpy(scales.T).half(),
     }
+
+
+_LAYER = re.compile(r"(?!.*kv_b_proj).*\.\d+\..*\.weight")
+"""Weights of numbered layers. Latent attention needs its kv_b_proj unquantized."""
+
+
+def of_layers(name: str, weight: torch.Tensor) -> bool:
+    """Return whether a weight is a matrix of a numbered layer that all formats can store."""
+    is_even = weight.ndim == 2 and len(weight) % 8 == weight.shape[1] % 16 == 0
+    return is_even and _LAYER.fullmatch(name) is not None
 
 
 Writer = Callable[[torch.Tensor, Scheme], Weights]

@@ -19,10 +19,10 @@ from mindie_mm.nn.placement import Placement
 from mindie_mm.settings.config import EngineConfig
 from mindie_mm.shm import request_directory
 from mindie_mm.tokenize import Tokenizer
-from tests.device.test_decode_step import step_logits
 from tests.models.contract import noise, run
 from tests.models.golden import GOLDEN, drawn_weights, write_checkpoint
 from tests.models.packing import pack
+from tests.models.steps import step_logits
 from tests.models.test_qwen_vl import position_table
 
 FAMILIES = {

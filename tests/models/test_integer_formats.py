@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -17,32 +16,18 @@ from mindie_mm.models import load_model
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.model import packed_logits
 from mindie_mm.nn.weights.formats import format_of
-from tests.device.test_decode_step import step_logits
 from tests.models.golden import GOLDEN, drawn_weights, write_checkpoint
-from tests.models.integer_formats import Scheme, awq, gptq, int_quantized, pack_quantized, write
+from tests.models.integer_formats import Scheme, awq, compressed, gptq, int_quantized, pack_quantized, write
 from tests.models.modelslim import round_inputs
+from tests.models.steps import step_logits
 from tests.models.test_modelslim import OWN_LAYERS, assert_alike
 from tests.models.test_qwen3_vl_moe import TestQwen3VLMoe as Qwen3VLMoe
+from tests.models.test_qwen3_vl_moe import separate_experts
 from tests.models.test_qwen_vl import position_table
 from tests.published.checkpoints import FOLDER
 
 IDS = torch.arange(10, 40)
 TEXT = r"model\.layers\..*_proj\.weight"
-
-
-def compressed(kind, scheme, **changes):
-    """Return a quantization_config as llm-compressor writes it."""
-    strategies = {None: "channel", 0: "tensor"}
-    weights = {"num_bits": scheme.bits, "type": "int", "symmetric": scheme.symmetric, "group_size": scheme.group}
-    weights["strategy"] = strategies.get(scheme.group, "group")
-    inputs = None
-    if scheme.inputs:
-        is_dynamic = scheme.inputs == "dynamic"
-        inputs = {"num_bits": 8, "type": "int", "dynamic": is_dynamic, "strategy": "token" if is_dynamic else "tensor"}
-        inputs["symmetric"] = is_dynamic
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
-    settings = {"quant_method": "compressed-tensors", "format": kind, "ignore": ["lm_head", "re:visual.*"]}
-    return {**settings, "config_groups": {"group_0": group | changes}}
 
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
@@ -161,22 +146,23 @@ def test_families_with_layers_of_their_own_are_served(family, name, tmp_path):
     assert_alike(found.logits(IDS), expected.logits(IDS))
 
 
-@pytest.mark.parametrize("name", ["W8A16 rows", "AWQ"])
-def test_separate_experts_are_dequantized(name, tmp_path):
-    (source := tmp_path / "source").mkdir()
-    Qwen3VLMoe.write_checkpoint(source)
-    stored = load_file(source / "model.safetensors")
-    for key in [key for key in stored if key.endswith(("gate_up_proj", "down_proj"))]:
-        for number, weight in enumerate(stored.pop(key)):
-            prefix = f"{key.rpartition('.')[0]}.{number}"
-            parts = zip(("gate_proj", "up_proj"), weight.T.chunk(2), strict=True)
-            parts = parts if "gate_up" in key else [("down_proj", weight.T)]
-            stored |= {f"{prefix}.{part}.weight": own.contiguous() for part, own in parts}
-    save_file(stored, source / "model.safetensors", {"format": "pt"})
-    settings, writer, scheme = CASES[name]
-    case = settings, writer, replace(scheme, group=scheme.group and 8)
-    found, expected = pair(case, source, tmp_path, r".*language_model\.layers\..*_proj\.weight")
-    assert (found.logits(IDS) - expected.logits(IDS)).abs().max() <= 1e-4
+@pytest.mark.parametrize("name", ["W8A8 dynamic", "W8A16 rows", "AWQ", "GPTQ shuffled"])
+@pytest.mark.parametrize("partly", [False, True])
+def test_separate_experts_stay_quantized(partly, name, tmp_path):
+    """If an expert of a layer is not quantized, all experts of the layer are dequantized."""
+    (joined := tmp_path / "joined").mkdir()
+    Qwen3VLMoe.write_checkpoint(joined)
+    source = separate_experts(joined, tmp_path / "source")
+    pattern = rf".*language_model\.layers\.{'(?!0.*experts.1)' if partly else ''}.*_proj\.weight"
+    found, expected = pair(CASES[name], source, tmp_path, pattern)
+    layers = {path for path, layer in found.module.named_modules() if isinstance(layer, QuantizedLinear)}
+    own = [path for path in layers if ".arranged." in path]
+    separate = 3 if CASES[name][2].shuffled else 2  # a table of groups prevents joining gate and up
+    assert len(own) == (1 if partly else 2) * separate * 8, "eight experts in two of the three layers"
+    if not CASES[name][2].inputs:
+        assert (found.logits(IDS) - expected.logits(IDS)).abs().max() <= 1e-4
+    elif not partly:  # `expected` rounds the inputs of dequantized experts, too
+        assert_alike(found.logits(IDS), expected.logits(IDS))
 
 
 def test_groups_choose_layers_by_name_pattern_and_class(random_checkpoint, tmp_path):
