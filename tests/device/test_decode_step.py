@@ -6,9 +6,11 @@ import ctypes
 import itertools
 import logging
 import os
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,6 +32,7 @@ from mindie_mm.nn.decoder_layer import fuse
 from mindie_mm.nn.paged_batch import Chunk, PagedBatch
 from mindie_mm.nn.paged_cache import KVLayer, PagedCache
 from mindie_mm.settings.config import EngineConfig
+from tests.models.steps import step_logits
 from tests.nn.test_decoder_layer import MODELS, WINDOW, text_model
 
 CPU = torch.device("cpu")
@@ -329,6 +332,44 @@ def test_a_forked_process_starts_its_own_threads() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
+TASKS = Path("/proc/self/task")
+"""Folders of the threads of this process."""
+
+
+def times_slept(tasks: set[Path]) -> int:
+    """Return how often these threads have waited."""
+    found = 0
+    for task in tasks:
+        status = (task / "status").read_text(encoding="utf-8")
+        found += int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+    return found
+
+
+def wakes_with_fewer_threads() -> int:
+    linear, rows = StepLinear(nn.Linear(512, 1024).requires_grad_(False)), torch.randn(1, 512)
+    torch.set_num_threads(4)
+    before = {*TASKS.iterdir()}
+    linear(rows)
+    own = {*TASKS.iterdir()} - before
+    assert len(own) == 3
+    torch.set_num_threads(2)
+    time.sleep(0.1)  # all of them fall asleep
+    start = times_slept(own)
+    for _ in range(100):
+        linear(rows)
+        time.sleep(0.002)
+    return times_slept(own) - start
+
+
+def test_threads_above_a_reduced_number_are_not_woken() -> None:
+    if decode_step._load(decode_step._best()) is None:
+        pytest.skip("the package was installed without a C compiler")
+    pid = os.fork()
+    if pid == 0:  # torch's own threads do not exist here
+        os._exit(0 if 0 < wakes_with_fewer_threads() <= 150 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
 def test_steps_of_several_threads_do_not_disturb_each_other(instructions: str) -> None:
     linears = [StepLinear(nn.Linear(256, 512).requires_grad_(False)) for _ in range(3)]
     rows = torch.randn(2, 256)
@@ -363,17 +404,6 @@ def test_a_replaced_linear_layer_is_refused() -> None:
     model.layers[0].down.register_forward_pre_hook(lambda *_: None)
     with pytest.raises(NotCompiled, match="does more than a product"):
         DecodeStep(layers, model.norm.weight, 1e-6)
-
-
-def step_logits(model: Any, ids: Tensor) -> Tensor:
-    """Return the logits of the last token of `ids`, computed in a step after the others."""
-    cache, length = model.spec.allocate_cache(-(-len(ids) // 16), 16), len(ids)
-    blocks, positions = range(-(-length // 16)), model.positions(length, ()).prompt
-    for start, stop in ((0, length - 1), (length - 1, length)):
-        paged = PagedBatch([Chunk(start, stop, blocks)], cache, CPU, stop - 1)
-        states = model.states(ids[start:stop], positions[:, start:stop], (), paged, None)
-    logits: Tensor = model.head(states[-1:])
-    return logits[0]
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)

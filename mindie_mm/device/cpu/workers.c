@@ -19,15 +19,14 @@
 #define IDLE_PAUSES 1500
 static struct pool {
     pthread_mutex_t entered;
-    int num_started;
-    _Atomic int num_threads; /* that may work, including the caller */
+    int num_started, num_helpers; /* threads in addition to the caller: all of them, and those that may work */
+    _Atomic int num_awake;        /* of the started threads */
     /* Number of the phase (32 bits), its number of chunks (16 bits) and its next chunk (16 bits). One word holds all
      * that a claim depends on, so a compare-and-swap succeeds only for the current phase. */
     _Atomic uint64_t claims;
     _Atomic int num_finished;
     chunk_function run; /* of the current phase; read only after a claim, and not changed until all are finished */
     const void *context;
-    _Atomic int num_sleeping;
     sem_t wake; /* all zeros are a semaphore of value 0 */
 } pool = {.entered = PTHREAD_MUTEX_INITIALIZER};
 
@@ -57,44 +56,45 @@ static bool run_chunk(void) {
     return true;
 }
 
-static void *work(void *argument) {
-    const int number = (int)(intptr_t)argument;
+static void *work(void *unused) {
     for (;;) {
-        for (int pauses = 0; pauses < IDLE_PAUSES && number < atomic_load(&pool.num_threads); pauses++) {
+        for (int pauses = 0; pauses < IDLE_PAUSES; pauses++) {
             while (run_chunk())
                 pauses = 0;
             pause_briefly();
         }
-        atomic_fetch_add(&pool.num_sleeping, 1); /* the next phase wakes it */
+        atomic_fetch_sub(&pool.num_awake, 1);
         sem_wait(&pool.wake);
     }
-    return NULL;
+    return unused;
 }
 
-static void start_threads(int number) {
+static bool start_thread(void) {
+    pthread_t thread;
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are for the threads of Python */
-    for (; pool.num_started + 1 < number; pool.num_started++) {
-        pthread_t thread;
-        if (pthread_create(&thread, NULL, work, (void *)(intptr_t)(pool.num_started + 1)) != 0)
-            break; /* the other threads run all chunks */
-        pthread_detach(thread);
-    }
+    bool is_started = pthread_create(&thread, NULL, work, NULL) == 0;
     pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (is_started) {
+        pthread_detach(thread);
+        pool.num_started++;
+        atomic_fetch_add(&pool.num_awake, 1);
+    }
+    return is_started;
 }
 
 void enter_pool(int threads) {
     pthread_mutex_lock(&pool.entered);
-    atomic_store(&pool.num_threads, threads);
-    if (pool.num_started + 1 < threads)
-        start_threads(threads);
+    while (pool.num_started < threads - 1 && start_thread())
+        ;
+    pool.num_helpers = pool.num_started < threads - 1 ? pool.num_started : threads - 1;
 }
 
 void leave_pool(void) { pthread_mutex_unlock(&pool.entered); }
 
 void run_phase(chunk_function run, const void *context, int chunks) {
-    if (chunks == 1 || atomic_load(&pool.num_threads) == 1) {
+    if (chunks == 1 || pool.num_helpers == 0) {
         for (int chunk = 0; chunk < chunks; chunk++)
             run(context, chunk);
         return;
@@ -104,8 +104,11 @@ void run_phase(chunk_function run, const void *context, int chunks) {
     atomic_store(&pool.num_finished, 0);
     uint64_t phase = (atomic_load(&pool.claims) >> 32) + 1;
     atomic_store(&pool.claims, phase << 32 | (uint64_t)chunks << 16);
-    for (int sleeping = atomic_exchange(&pool.num_sleeping, 0); sleeping > 0; sleeping--)
+    /* The difference is read once, because a thread may wake, finish and sleep again before the next line. */
+    for (int missing = pool.num_helpers - atomic_load(&pool.num_awake); missing > 0; missing--) {
+        atomic_fetch_add(&pool.num_awake, 1);
         sem_post(&pool.wake);
+    }
     while (run_chunk())
         ;
     for (int pauses = 0; atomic_load(&pool.num_finished) < chunks; pauses++) {

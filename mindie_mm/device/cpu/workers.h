@@ -5,7 +5,8 @@
 /* Runs one chunk of a phase. */
 typedef void (*chunk_function)(const void *context, int chunk);
 
-/* Reserve the pool for the calling thread, and let at most `threads` threads work, including the caller. */
+/* Reserve the pool for the calling thread, and let at most `threads` threads work, including the caller. Threads that
+ * are still awake from a larger pool may work until they are idle. */
 void enter_pool(int threads);
 void leave_pool(void);
 
