@@ -15,23 +15,25 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
-from bench.report import write
+from bench.report import save, saved, write
 from mindie_mm import LLM, SamplingParams
 from mindie_mm.models import load_model
 from mindie_mm.nn.checkpoint.directory import EMBEDDED
 from mindie_mm.nn.paged_batch import Chunk, PagedBatch
 from tests.models import integer_formats, modelslim
 from tests.models.integer_formats import Scheme
+from tests.models.modelslim import Weights
 from tests.models.packing import pack as pack_bits
 from tests.models.test_bitsandbytes import SETTINGS
 from tests.models.test_dequantize import CASES, quantise
-from tests.models.test_integer_formats import AWQ, GPTQ, compressed
+from tests.models.test_integer_formats import AWQ, GPTQ
 from tools.arguments import parser
 from tools.random_checkpoint import write_checkpoint
 from training.eval_tiny import as_input
@@ -46,31 +48,44 @@ CONTEXT, STEPS, PREFILLS, BLOCK = 410, 60, 8, 16
 """Tokens before a timed step, which are also those of the prefill; numbers of turns; and tokens in a KV block."""
 
 
+Matches = Callable[[str, torch.Tensor], bool]
+"""Function that selects the weights to quantize, by name and value."""
+Quantize = Callable[[Path, Matches], Weights]
+"""Function that quantizes the checkpoint in a folder, and returns its dequantized weights."""
+
+
 def matches(name: str, weight: torch.Tensor) -> bool:
     return weight.ndim == 2 and LAYERS.fullmatch(name) is not None
 
 
-def slim(kind: str) -> Callable[[Path], object]:
-    return lambda folder: modelslim.quantize(folder, lambda name, weight: kind if matches(name, weight) else None)
+def slim(kind: str) -> Quantize:
+    return lambda folder, chosen: modelslim.quantize(folder, lambda *one: kind if chosen(*one) else None)[0]
 
 
-def integers(settings: Any, writer: integer_formats.Writer, scheme: Scheme) -> Callable[[Path], object]:
-    return lambda folder: integer_formats.write(folder, settings, writer, scheme, matches)
+def integers(settings: Any, writer: integer_formats.Writer, scheme: Scheme) -> Quantize:
+    return lambda folder, chosen: integer_formats.write(folder, settings, writer, scheme, chosen)[0]
 
 
-def pack(scheme: Scheme) -> Callable[[Path], object]:
-    return integers(compressed("pack-quantized", scheme), integer_formats.pack_quantized, scheme)
+def pack(scheme: Scheme) -> Quantize:
+    return integers(integer_formats.compressed("pack-quantized", scheme), integer_formats.pack_quantized, scheme)
 
 
-def rows(scheme: Scheme) -> Callable[[Path], object]:
-    return integers(compressed("int-quantized", scheme), integer_formats.int_quantized, scheme)
+def rows(scheme: Scheme) -> Quantize:
+    return integers(integer_formats.compressed("int-quantized", scheme), integer_formats.int_quantized, scheme)
 
 
-def bits(settings: str) -> Callable[[Path], object]:
-    return lambda folder: pack_bits(folder, SETTINGS[settings], matches)
+def bits(settings: str) -> Quantize:
+    return lambda folder, chosen: pack_bits(folder, SETTINGS[settings], chosen)
 
 
-FORMATS: dict[str, Callable[[Path], object]] = {
+def float8(folder: Path, chosen: Matches) -> Weights:
+    names = [
+        re.escape(name) for name, weight in load_file(folder / "model.safetensors").items() if chosen(name, weight)
+    ]
+    return quantise(folder, CASES["blocks"], "|".join(names))
+
+
+FORMATS: dict[str, Quantize] = {
     "ModelSlim W8A8": slim("W8A8"),
     "ModelSlim W8A8_DYNAMIC": slim("W8A8_DYNAMIC"),
     "ModelSlim W8A16": slim("W8A16"),
@@ -81,7 +96,7 @@ FORMATS: dict[str, Callable[[Path], object]] = {
     "GPTQ, 4 bits, groups of 32": integers(GPTQ, integer_formats.gptq, Scheme(4, 32)),
     "AWQ, groups of 32": integers(AWQ, integer_formats.awq, Scheme(4, 32, symmetric=False)),
     "AWQ, groups of 128": integers({**AWQ, "group_size": 128}, integer_formats.awq, Scheme(4, 128, symmetric=False)),
-    "FP8, blocks of 128 x 128": lambda folder: quantise(folder, CASES["blocks"], LAYERS.pattern),
+    "FP8, blocks of 128 x 128": float8,
     "bitsandbytes NF4": bits("nf4"),
     "bitsandbytes FP4, double quantization": bits("fp4"),
     "bitsandbytes, 8 bits": bits("int8"),
@@ -106,10 +121,10 @@ def logits(path: Path | None) -> torch.Tensor:
     return torch.stack([model.logits(ids) for ids in texts])
 
 
-def quantized(source: Path, folder: Path, quantize: Callable[[Path], object] | None) -> Path:
+def quantized(source: Path, folder: Path, quantize: Quantize | None) -> Path:
     copied = Path(shutil.copytree(source, folder))
     if quantize is not None:
-        quantize(copied)
+        quantize(copied, matches)
     return copied
 
 
@@ -138,13 +153,13 @@ class Timed:
         self.step_ms = min(self.step_ms, self.run(CONTEXT - 1, CONTEXT))
 
 
-def speed(folder: Path) -> dict[str, dict[str, float]]:
-    """Return the times of each format for a checkpoint with 37 million random parameters."""
+def speed(folder: Path, names: Collection[str]) -> dict[str, dict[str, float]]:
+    """Return the times of plain weights and of some formats for a checkpoint with 37 million random parameters."""
     torch.set_num_threads(1)
     source = write_checkpoint(folder / "source", "mid")
     timed = {
         name: Timed(quantized(source, folder / str(number), quantize))
-        for number, (name, quantize) in enumerate({"plain": None, **FORMATS}.items())
+        for number, (name, quantize) in enumerate({"plain": None, **{one: FORMATS[one] for one in names}}.items())
     }
     for _ in range(PREFILLS):
         for one in timed.values():
@@ -157,10 +172,8 @@ def speed(folder: Path) -> dict[str, dict[str, float]]:
     }
 
 
-def main() -> None:
-    parser(__doc__).parse_args()
-    with tempfile.TemporaryDirectory() as temporary:
-        times = speed(Path(temporary))
+def accuracy() -> dict[str, dict[str, float]]:
+    """Return the figures of the embedded checkpoint in each format."""
     asked = questions()
     plain, expected = answers(None, asked), logits(None)
     figures: dict[str, dict[str, float]] = {}
@@ -175,7 +188,23 @@ def main() -> None:
                 "right_answers": round(sum(right) / len(right), 3),
                 "largest_logit_error": round(float((logits(folder) - expected).abs().max() / expected.std()), 4),
             }
-    write("quantized", {"samples": len(asked), "formats": figures, "times": times})
+    return figures
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument(
+        "--times", nargs="+", metavar="FORMAT", choices=FORMATS, help="measure only the times of these formats"
+    )
+    names = options.parse_args().times
+    with tempfile.TemporaryDirectory() as temporary:
+        times = speed(Path(temporary), names or FORMATS)
+    if names is None:
+        write("quantized", {"samples": SAMPLES, "formats": accuracy(), "times": times})
+        return
+    plain, before = times.pop("plain"), saved("quantized")
+    later = {name: {**found, "plain": plain} for name, found in times.items()}
+    save("quantized", before | {"times": before["times"] | later})
 
 
 if __name__ == "__main__":
