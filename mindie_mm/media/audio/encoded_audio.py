@@ -130,14 +130,15 @@ class EncodedAudio:
         return cls(rate, data, most, max_pixels, stated, padding_s, declared_s, number)
 
     def clip(self, rate: int, max_samples: int) -> Clip:
-        """Return the clip at `rate` Hz. It is decoded if the samples of its packets were not counted.
+        """Return the clip at `rate` Hz. It is decoded if the samples of its packets were not counted, or are too few.
 
         Raises:
             MediaError, LimitExceeded: In the same cases as `decode`. If the clip is not decoded yet, `Clip.decode`
                 raises some of these errors, and Miscounted if it finds another number of samples.
 
         """
-        if (num_source := self.num_in_packets) is None:
+        num_source = self.num_in_packets
+        if num_source is None or is_truncated(num_source / self.rate, self.declared_s):
             samples = self.decode(rate, max_samples)
             return Clip(len(samples), lambda: samples)
         self._check_length(num_source, self.rate, rate, max_samples)
@@ -182,6 +183,7 @@ class EncodedAudio:
         if not num_samples:
             raise MediaError("the audio clip has no samples")
         self._check_length(num_samples, own_rate, rate, max_samples)
+        self._require_whole(num_samples / own_rate)
         return _resample(np.concatenate(pieces), own_rate, rate, max_samples)
 
     def speech(self, rate: int) -> NDArray[np.int16]:
@@ -226,16 +228,12 @@ class EncodedAudio:
         return LimitExceeded(f"the audio clip has more samples than the limit of {self.max_source_samples}")
 
     def _check_length(self, num_source: int, own_rate: int, rate: int, max_samples: int) -> None:
-        """Check a clip of `num_source` samples. The other arguments are its rate, and those of `decode`.
+        """Raise LimitExceeded if a clip of `num_source` samples is too long, apart from padding of a lossy format.
 
-        Raises:
-            MediaError: The clip is truncated.
-            LimitExceeded: The clip has more than `max_samples` at `rate` Hz, apart from padding of a lossy format.
-
+        The other arguments are its rate, and those of `decode`.
         """
         if num_source > math.ceil(max_samples * own_rate / rate) + self.padding_s * own_rate:
             raise _too_long(max(self.stated_s, num_source / own_rate), max_samples / rate)
-        self._require_whole(num_source / own_rate)
 
     def _require_whole(self, length_s: float) -> None:
         """Raise MediaError if the clip lacks its end."""
