@@ -99,6 +99,8 @@ class Media(msgspec.Struct, frozen=True, tag="media"):
     """True if the source is a file with the output of a tower (`mindie_mm.media.embeddings`)."""
     is_vllm_item: bool = False
     """True if the source is a file with preprocessed tensors of vLLM (`mindie_mm.nn.vllm_items`)."""
+    is_like_vllm: bool = False
+    """True if the frames of a video are sampled as in vLLM, in families with `Traits.samples_like_vllm`."""
     cut_s: float | None = None
     """Maximum length in seconds of the clips into which speech is to be cut, before a prompt is made of each clip. 0
     means that only the header is read, for the length of the speech. None for the items of a prompt."""

@@ -62,7 +62,7 @@ class InternVLProcessor(Processor):
     In MindIE's wire format, an image has `planes`, uint8 [tiles, 3, side, side], and so does each frame of a video.
     """
 
-    traits = Traits(mindie_layouts=_MINDIE)
+    traits = Traits(mindie_layouts=_MINDIE, samples_like_vllm=True)
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         checkpoint = translated(checkpoint)
@@ -84,6 +84,7 @@ class InternVLProcessor(Processor):
             "video": Placeholder((), context, (), spelled["video_token"]),
         }
         self._context, self._start, self._end = spelled["context_image_token"], start, end
+        self.vllm_tokens = {"video": checkpoint.token_id(spelled["video_token"])}
         # crop_to_patches is ignored, because the reference's processor always asks for tiles.
         image = checkpoint.preprocessor("image", {"GotOcr2ImageProcessor": _DEFAULTS})
         video = checkpoint.preprocessor("video", {"InternVLVideoProcessor": _DEFAULTS})
@@ -163,9 +164,17 @@ class InternVLProcessor(Processor):
 
     def _plan_video(self, media: Media, data: Data) -> tuple[Plan, Write]:
         video = open_video(data, media.options.sample_fps)
-        total, count = video.num_frames, self._sampling.count(video, media.options)
-        whole = count == total and comes_sampled(video, media.options)
-        indices = list(range(total)) if whole else self._sample(total, count)
+        if media.is_like_vllm and self._original:
+            raise InputError(
+                "vLLM writes videos in another way for checkpoints in OpenGVLab's layout, which is not supported; use "
+                "a checkpoint in transformers' layout, or start the service with --like transformers"
+            )
+        if media.is_like_vllm:
+            indices = self._sampling.like_vllm(video, media.options)
+        else:
+            total, count = video.num_frames, self._sampling.count(video, media.options)
+            whole = count == total and comes_sampled(video, media.options)
+            indices = list(range(total)) if whole else self._sample(total, count)
         video.count(indices)
         side, resample = self.side, self._resamples["video"]
 

@@ -69,7 +69,7 @@ class LlavaOnevisionProcessor(AnyresProcessor):
     config_name = "LlavaOnevisionConfig"
     image_type = "LlavaOnevisionImageProcessor"
     defaults: ClassVar[Mapping[str, Any]] = _IMAGE
-    traits = Traits(alone_in_vllm=True)
+    traits = Traits(alone_in_vllm=True, samples_like_vllm=True)
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(checkpoint)
@@ -186,8 +186,11 @@ class LlavaOnevisionProcessor(AnyresProcessor):
 
     def _plan_video(self, media: Media, data: Data) -> tuple[Plan, Write]:
         video = open_video(data, media.options.sample_fps)
-        count = self._sampling.count(video, media.options)
-        indices = evenly(video.num_frames, count)
+        if media.is_like_vllm:
+            indices = self._sampling.like_vllm(video, media.options)
+        else:
+            indices = evenly(video.num_frames, self._sampling.count(video, media.options))
+        count = len(indices)
         video.count(indices)
 
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:

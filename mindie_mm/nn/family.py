@@ -130,6 +130,8 @@ class Processor(ModelInputs, ABC):
     """`ModelSpec.embedding_size`. None means `vocab_size` of transformers' configuration of the text model."""
     vllm_items: Mapping[Kind, PatchLayout | PictureLayout] = {}
     """Layout of an item's tensors in vLLM's payloads, by kind. Items of other kinds are neither sent nor read."""
+    vllm_tokens: Mapping[Kind, int] = {}
+    """Placeholder id in vLLM's prompts, for each kind in which it is not that of `placeholders`."""
     mindie_pad: int = -1
     """Id that MindIE writes over further placeholders in its wire format: `pad_token_id` of the text config, or -1."""
 

@@ -75,7 +75,7 @@ class Traits:
     """Processor: whether vLLM counts the tokens of each item as if it were alone in its prompt, and transformers does
     not."""
     samples_like_vllm: bool = False
-    """Processor: whether vLLM samples the same frames of a video as transformers."""
+    """Processor: whether the frames of videos equal vLLM's if `Media.is_like_vllm` is true."""
     joins_items: bool = False
     """Model: whether a bidirectional span may cover several items. One step then computes all tokens of these items."""
 

@@ -14,6 +14,7 @@ from typing import Self
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from mindie_mm.decode import Decoders
 from mindie_mm.decode.decoder_messages import DecoderSetup
@@ -162,13 +163,25 @@ class Prompts:
         with closing(RequestMedia(self.stage, requests[0].options.domain)) as media:
             made = await self._planned(requests, media)
             plans = [
-                PlannedPrompt(prompt.ids, await _planned_spans(media, prompt, planned[left]), left.start)
+                PlannedPrompt(
+                    self._vllm_ids(prompt) if requests[0].options.like_vllm else prompt.ids,
+                    await _planned_spans(media, prompt, planned[left]),
+                    left.start,
+                )
                 for prompt, planned, left in made
             ]
             if not fill:
                 return plans
             filled = await self._fill(requests[0].path_file, made, media)
             return [replace(plan, ids=prompt.ids) for plan, prompt in zip(plans, filled, strict=True)]
+
+    def _vllm_ids(self, prompt: Prompt) -> NDArray[np.int64]:
+        """Return the ids of a prompt without handle words, with vLLM's placeholders."""
+        ids = prompt.ids.copy()
+        for span in prompt.spans:
+            own = ids[span.start : span.stop]
+            own[own == span.token] = self._processor.vllm_tokens.get(span.kind, span.token)
+        return ids
 
     async def _with_pages(self, requests: Sequence[TokenizeRequest]) -> list[TokenizeRequest]:
         """Return checked requests, in which each document is replaced by its pages."""
@@ -409,8 +422,8 @@ def _require_no_videos(request: TokenizeRequest) -> None:
     """Raise InputError if the request has a video whose frames are not sampled yet."""
     if any(media.kind == "video" and not media.num_listed_frames for media in request.media):
         raise InputError(
-            "vLLM samples other frames of videos for this model than transformers, and only transformers' frames are "
-            "supported; start the service with --like transformers, or send the frames as images"
+            "vLLM takes no videos for this model, or samples frames by a rule that is not supported; start the service "
+            "with --like transformers, or send the frames as images"
         )
 
 

@@ -231,12 +231,12 @@ def num_bytes(media: Sequence[tuple[Media, Paths | str]]) -> int:
 
 
 def like_vllm(request: TokenizeRequest) -> TokenizeRequest:
-    """Return a prompt that is tokenized as in vLLM, which ignores `detail` of images."""
+    """Return a prompt that is tokenized as in vLLM, which ignores `detail` of images and samples other frames."""
     return msgspec.structs.replace(request.with_media(_like_vllm), options=replace(request.options, like_vllm=True))
 
 
 def _like_vllm(media: Media) -> Media:
-    return msgspec.structs.replace(media, options=replace(media.options, detail=None))
+    return msgspec.structs.replace(media, options=replace(media.options, detail=None), is_like_vllm=True)
 
 
 def require_no_pages(request: TokenizeRequest) -> TokenizeRequest:

@@ -14,8 +14,8 @@ from typing import Any
 
 HERE = Path(__file__).parent
 MEDIA, CHATS, ANSWERS = HERE / "media", HERE / "chats.json", HERE / "answers"
-VIDEO_FAMILIES = frozenset({"qwen2vl", "qwen2_5_vl", "qwen3_vl"})
-"""Families for which vLLM samples the same frames of videos as transformers. Only they have answers to videos."""
+VIDEO_FAMILIES = frozenset({"qwen2vl", "qwen2_5_vl", "qwen3_vl", "internvl", "llava_onevision"})
+"""Families that take videos in vLLM. Only they have answers to videos."""
 _MARK = "file:"
 _PREFIX = "data:image/x;base64,"
 

@@ -101,13 +101,13 @@ def test_media_that_were_planned_before_need_no_source(family: str, tokenizer: T
     assert num_media > 3, "not all chats are refused"
 
 
-def test_videos_are_refused_if_vllm_samples_other_frames(tmp_path: Path) -> None:
+def test_videos_are_refused_if_vllm_takes_none(tmp_path: Path) -> None:
     from tests.vllm.checkpoints import write
 
-    with Tokenizer.from_pretrained(write("internvl", tmp_path / "internvl")) as tokenizer:
-        with pytest.raises(InputError, match=r"vLLM samples other frames .* --like transformers"):
-            rendered(tokenizer, CHATS["video of 30 frames"], "internvl", tmp_path)
-        assert rendered(tokenizer, CHATS["28x28"], "internvl", tmp_path)["features"] is not None
+    with Tokenizer.from_pretrained(write("smolvlm", tmp_path / "smolvlm")) as tokenizer:
+        with pytest.raises(InputError, match=r"vLLM takes no videos for this model.* --like transformers"):
+            rendered(tokenizer, CHATS["video of 30 frames"], "smolvlm", tmp_path)
+        assert rendered(tokenizer, CHATS["28x28"], "smolvlm", tmp_path)["features"] is not None
 
 
 def test_a_video_with_less_pixels_than_bytes_has_a_hash_of_its_own(tmp_path: Path) -> None:

@@ -7,11 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+import numpy as np
 import torch
 
 from mindie_mm.errors import InputError, LimitExceeded
 from mindie_mm.inputs import MediaOptions
 from mindie_mm.media.video.encoded_video import SampledVideo, Video
+
+_VLLM_FRAMES = 32
+"""Number of frames that vLLM samples from a video by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,25 @@ class Sampling:
         check_asked(video, options)
         by_rate = total if options.fps is None or video.fps is None else int(total / video.fps * options.fps)
         return num_taken(by_rate, video, options, self.limit)
+
+    def like_vllm(self, video: Video, options: MediaOptions) -> list[int]:
+        """Return the indices of the frames that vLLM samples from `video`, from the first to the last frame.
+
+        Follows `VideoBackend.compute_frames_index_to_sample` in vLLM 0.32, for families without a rule of their own.
+
+        Raises:
+            InputError, LimitExceeded: In the same cases as `count`, except that `num_frames` may be too high.
+
+        """
+        check_asked(video, replace(options, num_frames=None))
+        own = total = video.num_frames
+        if options.fps is not None and video.fps is not None:
+            own = int(total / video.fps * options.fps)
+        elif not isinstance(video, SampledVideo):
+            own = _VLLM_FRAMES
+        count = num_taken(own, video, options, self.limit)
+        indices: list[int] = np.linspace(0, total - 1, count, dtype=int).tolist()
+        return indices
 
 
 def comes_sampled(video: Video, options: MediaOptions) -> bool:
