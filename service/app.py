@@ -49,6 +49,7 @@ from service.request.kept_media import KeptMedia
 from service.request.media import MediaPolicy
 from service.request.quota import SpoolProbe
 from service.request.response_store import ResponseStore
+from service.request.spool_folders import PlanFolder
 from service.request.state import Service
 from service.request.token_text import TokenTexts
 from service.request.tokenizer_info import tokenizer_info
@@ -131,12 +132,15 @@ def create_app(
         spool = config.spool or default_spool()
         file_store = None if config.files_path is None else FileStore(config.files_path, config)
         spools = [spool] if file_store is None else [spool, file_store.uploads]
-        async with reclaiming(spools, config.reclaim_interval_s):
+        async with reclaiming(spools, config.reclaim_interval_s), AsyncExitStack() as folders:
+            plan_folder = PlanFolder(spool)
+            folders.callback(plan_folder.close)
             service = Service(
                 worker=worker,
                 config=config,
                 model_names=model_names,
                 spool=spool,
+                plan_folder=plan_folder,
                 media=MediaPolicy(config),
                 kept=KeptMedia(config.media_uuid_bytes),
                 responses=ResponseStore(

@@ -1,4 +1,4 @@
-"""Fetches the media of requests from HTTP, data: URLs, base64 and files, and writes them to the request's folder.
+"""Fetches the media of requests from HTTP, data: URLs, base64 and files, and writes them to the spool.
 
 Tokenizer processes read only these files. Only this module resolves the sources that clients send.
 """
@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import stat
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from io import FileIO
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from mindie_mm.errors import InputError, LimitExceeded, MediaError, OperationalError, naming, os_errors_as
-from mindie_mm.inputs import ALL_KINDS, EMBEDDINGS_KEYS, KINDS, MAX_LISTED_FRAMES, PROMPT, Media, Paths
+from mindie_mm.inputs import EMBEDDINGS_KEYS, KINDS, MAX_LISTED_FRAMES, PROMPT, Media, Paths
 from mindie_mm.media.fetch.http import fetch
 from mindie_mm.media.fetch.threads import Threads
 from mindie_mm.media.fetch.urls import base64_size, base64_start, decode_base64, file_url_path, scheme_of
@@ -47,7 +47,9 @@ class _Request:
     """The request whose media are spooled."""
 
     name: str
-    """Name of the request's folder, which is unique."""
+    """Unique name of the request."""
+    files: list[Path]
+    """Files that were written for the request."""
     spend: Callable[[int], None]
     """Function that counts bytes before they are written, or while they are fetched. The function raises LimitExceeded
     or SpoolFull."""
@@ -55,16 +57,28 @@ class _Request:
     """Limit on the number of files that the request spools at a time. Without it, a request with many files or slow
     servers would hold up other requests."""
 
+    def new_file(self, stem: Path, head: bytes) -> Path:
+        """Return the path of a new file, whose extension is that of media that begin with `head`."""
+        path = stem.with_name(f"{stem.name}.{extension(head) or 'bin'}")
+        self.files.append(path)
+        return path
+
+    def write(self, data: bytes, stem: Path) -> Path:
+        """Write a new file, and return its path."""
+        path = self.new_file(stem, data[:HEAD_BYTES])
+        path.write_bytes(data)
+        return path
+
 
 class _Copy:
-    """A file that a thread copies into a request's folder. Nothing is written after the context has been left.
+    """A file that a thread copies for a request. Nothing is written after the context has been left.
 
     The thread may outlive the request, because a read cannot be canceled while the file system does not respond.
     """
 
-    def __init__(self, stem: Path, spend: Callable[[int], None]) -> None:
+    def __init__(self, stem: Path, request: _Request) -> None:
         self._stem = stem
-        self._spend = spend
+        self._request = request
         self._lock = threading.Lock()
         self._is_over = False
         self._spent = self._written = 0
@@ -93,10 +107,10 @@ class _Copy:
                 raise ValueError("the request has ended")
             self._written += len(piece)
             if (more := max(size, self._written) - self._spent) > 0:
-                self._spend(more)
+                self._request.spend(more)
                 self._spent += more
             if self.path is None:
-                self.path = _target(self._stem, piece[:HEAD_BYTES])
+                self.path = self._request.new_file(self._stem, piece[:HEAD_BYTES])
             with self.path.open("ab") as file:
                 file.write(piece)
 
@@ -109,6 +123,8 @@ class MediaPolicy:
         self._fetching = asyncio.Semaphore(config.max_concurrent_fetches)
         self._reading = Threads("media-file")
         self._quota = MediaQuota(config.max_media_bytes, config.max_spool_bytes)
+        self._files: dict[str, list[Path]] = {}
+        """Files that were written for each request."""
 
     def check(self, items: Sequence[Media]) -> None:
         """Raise InputError if a request must not have these items, whatever their content."""
@@ -129,11 +145,12 @@ class MediaPolicy:
         if num_frames > MAX_LISTED_FRAMES:
             raise LimitExceeded(f"the request has {num_frames} frames in lists; the limit is {MAX_LISTED_FRAMES}")
 
-    async def spool(self, items: Sequence[Media], directory: Path) -> list[Paths]:
-        """Write `items` to files under `directory`. The files count toward the limits of the spool until `remove`.
+    async def spool(self, items: Sequence[Media], folder: Path, prefix: str = "") -> list[Paths]:
+        """Write `items` to files in `folder`. The files count toward the limits of the spool until `remove`.
 
-        The file of an item is <kind>/<n>.<ext>, where n counts the items of its kind from 1. If a video is given as
-        frames, each frame is a file <kind>/<n>-<k>.<ext>. An item's size limit applies to all of its files together.
+        The name of a file is <prefix><kind>-<n>.<ext>, where n counts the items of its kind from 1. If a video is given
+        as frames, each frame is a file <prefix><kind>-<n>-<k>.<ext>. An item's size limit applies to all of its files
+        together. `folder` and `prefix` identify the request.
 
         Returns:
             The files in the order of the items.
@@ -146,28 +163,30 @@ class MediaPolicy:
         self.check(items)
         config = self.config
         turns = asyncio.Semaphore(-(-config.max_concurrent_fetches // 4))
-        request = _Request(directory.name, partial(self._quota.spend, directory.name), turns)
+        name = _name(folder, prefix)
+        request = _Request(name, self._files.setdefault(name, []), partial(self._quota.spend, name), turns)
         counts: dict[str, int] = {}
         writes = []
         for index, item in enumerate(items):
             number = counts[item.kind] = counts.get(item.kind, 0) + 1
-            stem = directory / item.kind / str(number)
+            stem = folder / f"{prefix}{item.kind}-{number}"
             writes.append(self._spool_item(f"media item {index} ({item.kind})", item, stem, request))
         return await gather(writes)
 
-    def spend(self, directory: Path, num_bytes: int) -> None:
+    def spend(self, folder: Path, num_bytes: int) -> None:
         """Count bytes in a request's folder that are not written by `spool`, until `remove`.
 
         A negative number takes bytes off the count. Raise LimitExceeded or SpoolFull at a limit.
         """
-        self._quota.spend(directory.name, num_bytes)
+        self._quota.spend(_name(folder), num_bytes)
 
-    def remove(self, directory: Path) -> None:
-        """Delete a request's media files but not its path file. Call this method only when no file is being written."""
-        for kind in ALL_KINDS:
-            if (folder := directory / kind).exists():  # `rmtree` takes longer to find that nothing is there
-                shutil.rmtree(folder, ignore_errors=True)
-        self._quota.free(directory.name)
+    def remove(self, folder: Path, prefix: str = "") -> None:
+        """Delete the files that `spool` wrote for a request. Call this method only when no file is being written."""
+        name = _name(folder, prefix)
+        for file in self._files.pop(name, ()):
+            with suppress(OSError):
+                file.unlink()
+        self._quota.free(name)
 
     async def _spool_item(self, what: str, item: Media, stem: Path, request: _Request) -> Paths:
         """Spool one item. Error messages call the item `what`."""
@@ -190,16 +209,16 @@ class MediaPolicy:
         with naming(what):
             if isinstance(source, bytes):  # kept from an earlier request
                 request.spend(len(source))
-                return await off_loop(len(source), lambda: _write(source, stem))
+                return await off_loop(len(source), lambda: request.write(source, stem))
             _require_unicode(source)
             scheme = scheme_of(source)
             if scheme in ("http", "https"):
                 data = await self._fetch(source, request)
-                return await off_loop(len(data), lambda: _write(data, stem))
+                return await off_loop(len(data), lambda: request.write(data, stem))
             # Base64 of a JPEG also starts with a slash.
             if scheme == "file" or (source.startswith("/") and not is_base64_media(source)):
                 path = file_url_path(source) if scheme else source
-                with _Copy(stem, request.spend) as copy:
+                with _Copy(stem, request) as copy:
                     await self._reading.run(lambda: self._read(path, copy), request.name)
                 assert copy.path is not None
                 return copy.path
@@ -207,7 +226,7 @@ class MediaPolicy:
                 raise MediaError(f"the URL has the scheme {scheme[:16]!r}; it must be http, https, data or file")
             start = base64_start(source) if scheme else 0
             request.spend(size := base64_size(source, start))
-            return await off_loop(len(source) + size, lambda: _write(decode_base64(source, start), stem))
+            return await off_loop(len(source) + size, lambda: request.write(decode_base64(source, start), stem))
 
     async def _fetch(self, url: str, request: _Request) -> bytes:
         async with self._fetching:
@@ -275,15 +294,9 @@ def _require_unicode(source: str) -> None:
         raise MediaError(f"the source contains a lone surrogate at character {error.start}") from None
 
 
-def _write(data: bytes, stem: Path) -> Path:
-    target = _target(stem, data[:HEAD_BYTES])
-    target.write_bytes(data)
-    return target
-
-
-def _target(stem: Path, head: bytes) -> Path:
-    stem.parent.mkdir(mode=0o700, exist_ok=True)
-    return stem.with_name(f"{stem.name}.{extension(head) or 'bin'}")
+def _name(folder: Path, prefix: str = "") -> str:
+    """Return the name of the request whose files in `folder` begin with `prefix`."""
+    return f"{folder.name}/{prefix}"
 
 
 def _is_under(path: str, folder: Path) -> bool:

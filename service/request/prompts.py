@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import numpy as np
 
-from mindie_mm.errors import InputError, SharedMemoryError, TokenOutOfRange, blaming
+from mindie_mm.errors import InputError, TokenOutOfRange, blaming
 from mindie_mm.inputs import (
     Item,
     Media,
@@ -30,13 +29,13 @@ from mindie_mm.inputs import (
 )
 from mindie_mm.processes import faults
 from mindie_mm.settings.config import ServiceConfig
-from mindie_mm.shm import RequestDirectory, request_directory
 from mindie_mm.tokenize.prompt import Prompt
 from mindie_mm.tokenize.requests import TokenizeRequest
 from mindie_mm.worker.retry import PromptSource
 from service.render.plans import KnownItem, KnownMedia
 from service.request.kept_media import KeptMedia
 from service.request.quota import room_to_spool
+from service.request.spool_folders import spool_directory
 from service.request.state import Service
 from service.schemas.body import INT32_MAX
 from service.schemas.choices import Clock
@@ -44,8 +43,6 @@ from service.telemetry import tracing
 
 Part = TypeVar("Part", Item, Message)
 Result = TypeVar("Result")
-
-_log = logging.getLogger(__name__)
 
 Parse = Callable[[], TokenizeRequest]
 """Function that parses a prompt as the client sent it."""
@@ -84,11 +81,14 @@ async def spooled_prompts(
     field: str | None,
     make: Callable[[Sequence[TokenizeRequest]], Awaitable[list[Result]]],
     known_media: KnownMedia | None = None,
+    *,
+    fill: bool = True,
 ) -> AsyncIterator[Made[Result]]:
     """Parse the prompts of one HTTP request, spool their media, and yield what `make` returns for the prompts.
 
-    Items in `known_media` are not spooled, so `make` must need only their plans. At exit, the spooled files and the
-    shared memory of the request are removed. `prompts` describes the other arguments.
+    Items in `known_media` are not spooled, so `make` must need only their plans. Without `fill`, `make` must not
+    allocate shared memory. At exit, the spooled files and the shared memory of the request are removed. `prompts`
+    describes the other arguments.
     """
     started = time.perf_counter()
     with blaming(field):
@@ -112,10 +112,14 @@ async def spooled_prompts(
         spooled: list[Paths] = []
         if media:
             with room_to_spool(), blaming(field):
-                directory = stack.enter_context(spool_directory(service.spool))
-                stack.callback(service.media.remove, directory.path)
-                spooled = await service.media.spool(media, directory.path)
-            changes["path_file"] = str(directory.path_file)
+                if fill:
+                    directory = stack.enter_context(spool_directory(service.spool))
+                    place = directory.path, ""
+                    changes["path_file"] = str(directory.path_file)
+                else:
+                    place = service.plan_folder.place()
+                stack.callback(service.media.remove, *place)
+                spooled = await service.media.spool(media, *place)
             clock.fetch_s = time.perf_counter() - started
             faults.point("spooled")
         files = iter(spooled)
@@ -138,20 +142,6 @@ async def spooled_prompts(
         files = iter(spooled)
         sent = iter([next(files) if one is None else one.hash for one in known])
         yield Made(results, [[(item, next(sent)) for item in request.media] for request in requests])
-
-
-@contextmanager
-def spool_directory(spool: Path) -> Iterator[RequestDirectory]:
-    """Open a `request_directory`. If it cannot be removed, only log the error, which does not affect the answer."""
-    with ExitStack() as stack:
-        directory = stack.enter_context(request_directory(spool))
-        try:
-            yield directory
-        finally:
-            try:
-                stack.close()
-            except SharedMemoryError as error:
-                _log.error("%s; it is removed at the next reclaim", error)
 
 
 @dataclass(frozen=True, slots=True)

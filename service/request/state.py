@@ -23,6 +23,7 @@ from service.request.kept_media import KeptMedia
 from service.request.media import MediaPolicy
 from service.request.quota import SpoolProbe
 from service.request.response_store import ResponseStore
+from service.request.spool_folders import PlanFolder
 from service.request.token_text import TokenTexts
 from service.telemetry.metrics import Metrics
 
@@ -54,6 +55,8 @@ class Service(Served):
     """Names of the served model. Answers contain the first name."""
     spool: Path
     """Folder that contains one folder per request, with the request's path file and media files."""
+    plan_folder: PlanFolder
+    """Folder for the media of requests that are planned without preprocessing."""
     media: MediaPolicy
     kept: KeptMedia
     """Media by `uuid`."""

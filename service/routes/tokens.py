@@ -188,7 +188,7 @@ async def _ids_of(parse: Parse, field: str | None, incoming: Incoming) -> list[i
     service = incoming.service
     given = service, [parse], incoming.clock, incoming.owner, field
     if service.worker.only_plans:  # its arena has no room for media
-        async with spooled_prompts(*given, service.worker.plan) as made:
+        async with spooled_prompts(*given, service.worker.plan, fill=False) as made:
             (plan,) = made.results
             ids: list[int] = plan.ids.tolist()
     else:

@@ -27,8 +27,8 @@ from service.audio.stream import ClipText, SpeechText
 from service.http.errors import error_object
 from service.request.admitted import DONE, EventStream, SendEvent, WholeAnswer
 from service.request.incoming import Incoming, IncomingDep
-from service.request.prompts import spool_directory
 from service.request.quota import room_to_spool
+from service.request.spool_folders import spool_directory
 from service.request.state import Service
 from service.request.upload import Upload, receive_upload
 from service.routes.chat import Chat, chat_of

@@ -86,6 +86,16 @@ def test_a_chat_has_the_ids_of_tokenize_and_a_range_per_image(render: httpx2.Cli
     assert rendered["request_id"].startswith("chatcmpl-")
 
 
+def test_planned_files_share_a_folder_and_are_removed(renderer: RunningService, render: httpx2.Client) -> None:
+    spool = renderer.log.parent / "spool"
+    for red in (11, 12):
+        none(render, chat(data_url(picture("red", (red, 60, 200), "circle", x=0.2))))
+        (path_file,) = spool.glob("*/*")
+    path_file.unlink()  # as programs do that clean up temporary files
+    none(render, chat(data_url(picture("red", (13, 60, 200), "circle", x=0.2))))
+    assert len([*spool.glob("*/*")]) == 1
+
+
 def test_media_that_come_again_are_not_planned_again(render: httpx2.Client) -> None:
     urls = [data_url(draw_shape("blue", (40, 60, 200), "circle", x=at)) for at in (0.3, 0.6)]
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 
+from service.request.spool_folders import PLANS
 from tools.serving import RunningService
 
 CLI = Path(sys.executable).with_name("mindie-mm")
@@ -69,8 +70,15 @@ def _now(service: RunningService, spool: Path, requests: int, began: float) -> S
         threads=sum(process.num_threads() for process in processes.values()),
         memory_bytes=sum(memory.values()),
         processes=memory,
-        spooled=len(list(spool.iterdir())) if spool.exists() else 0,
+        spooled=_num_spooled(spool),
     )
+
+
+def _num_spooled(spool: Path) -> int:
+    """Return the number of request directories, and of files in the folder for plans except its path file."""
+    plans = [*spool.glob(f"{PLANS}*")]
+    num_directories = len([*spool.iterdir()]) if spool.exists() else 0
+    return num_directories - len(plans) + sum(len([*folder.iterdir()]) - 1 for folder in plans)
 
 
 def _role(process: psutil.Process) -> str:
