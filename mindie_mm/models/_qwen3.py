@@ -34,6 +34,7 @@ from mindie_mm.nn.model_inputs import Item
 from mindie_mm.nn.paged_batch import PagedBatch
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.staging import to_device
+from mindie_mm.nn.vllm_items import PatchLayout
 from mindie_mm.shm import ArraySpec
 from mindie_mm.shm.format.item import MediaShape
 from mindie_mm.shm.mindie import SegmentsView
@@ -117,6 +118,10 @@ class Qwen3Processor(FrameTimesProcessor):
 
         specs = {pixels: ArraySpec(plan.mindie_specs[PLANES].shape, "float32"), grids: ArraySpec((1, 3), "int32")}
         return msgspec.structs.replace(plan, mindie_specs=specs), write
+
+    def vllm_layout(self, kind: Kind) -> PatchLayout:
+        layout = super().vllm_layout(kind)
+        return msgspec.structs.replace(layout, times="timestamps") if kind == "video" else layout
 
     def normalized(self, item: Item, device: torch.device) -> Tensor:
         if NORMALIZED in item.view:

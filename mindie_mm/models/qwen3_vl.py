@@ -17,7 +17,7 @@ class Qwen3VLProcessor(Qwen3Processor):
 
     traits = replace(Qwen3Processor.traits, samples_like_vllm=True)
     config_name = "Qwen3VLConfig"
-    vllm_kinds = ("image",)
+    vllm_kinds = ("image", "video")
     image_types = ("Qwen2VLImageProcessor",)
     video_types = ("Qwen3VLVideoProcessor",)
 

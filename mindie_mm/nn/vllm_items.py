@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -30,24 +30,31 @@ _MAX_SECONDS = 2**20
 
 _Size = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 _Shape = Annotated[tuple[_Size, ...], msgspec.Meta(max_length=_MAX_AXES)]
+_Data = tuple[str, _Shape, Ext]
+"""Dtype, shape, and bytes in little-endian order."""
+_Seconds = Annotated[list[Annotated[float, msgspec.Meta(ge=0, lt=_MAX_SECONDS)]], msgspec.Meta(max_length=2**16)]
+T = TypeVar("T")
 
 
 class Element(msgspec.Struct, frozen=True):
     """A tensor of an item that is read. Its `field` is skipped, because a hostile one may have millions of objects."""
 
-    data: tuple[str, _Shape, Ext]
-    """Dtype, shape, and bytes in little-endian order."""
+    data: msgspec.Raw
+    """`_Data` of a tensor, or a list of numbers."""
 
 
-class WrittenElement(Element, frozen=True):
+class WrittenElement(msgspec.Struct, frozen=True):
     """A tensor of an item that is written."""
 
+    data: _Data | list[float]
     field: list[Any]
     """How vLLM joins the tensors of several items."""
 
 
 _encode = msgspec.msgpack.Encoder().encode
 _decoder = msgspec.msgpack.Decoder(dict[str, Element])
+_data_decoder = msgspec.msgpack.Decoder(_Data)
+_seconds_decoder = msgspec.msgpack.Decoder(_Seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +72,7 @@ class Patches:
     """An item that was read, with its patches as vLLM has them."""
 
     stated: tuple[int, ...]
-    """Number of patches along time, height and width, and the time between two patches in picoseconds if it is stated.
-    The argument of `Processor.vllm_shape`."""
+    """`Plan.grid` of the item, as the tensors state it. The argument of `Processor.vllm_shape`."""
     pixels: NDArray[np.uint8]
     """uint8 [t * h * w, 3, temporal, patch * patch]."""
 
@@ -89,6 +95,9 @@ class PatchLayout(msgspec.Struct, frozen=True, tag="patches"):
     seconds: str = ""
     """vLLM's name of the time between two patches in seconds. In `Plan.grid`, it follows the number of patches, in
     picoseconds. Empty if the grid has no time."""
+    times: str = ""
+    """vLLM's name of the times of the patches along time in seconds. In `Plan.grid`, they follow the number of patches,
+    in tenths. vLLM has more digits, but it only writes tenths into prompts. Empty if the grid has no times."""
 
     def num_bytes(self, num_features: int, block_bytes: int) -> int:
         """Return the size in bytes of vLLM's tensors of an item. `block_bytes` is the size of its block."""
@@ -103,6 +112,8 @@ class PatchLayout(msgspec.Struct, frozen=True, tag="patches"):
         metadata = {self.grid: element(np.array(grid[:3], np.int64), BATCHED)}
         if self.seconds:
             metadata[self.seconds] = element(np.array(grid[3] / _PICOSECONDS, np.float32), BATCHED)
+        if self.times:
+            metadata[self.times] = WrittenElement([tenths / 10 for tenths in grid[3:]], BATCHED)
         return payload({self.pixels: element(planes.reshape(len(stored), -1), flat(len(stored)))}, metadata)
 
     def read(self, item: bytes) -> Patches:
@@ -123,7 +134,7 @@ class PatchLayout(msgspec.Struct, frozen=True, tag="patches"):
                 f"{expected}"
             )
         planes = pixels.reshape(len(pixels), 3, self.temporal_patch_size, self.patch_size**2)
-        return Patches((t, h, w, *self._interval(elements)), planes)
+        return Patches((t, h, w, *self._interval(elements), *self._tenths(elements, t)), planes)
 
     def _interval(self, elements: Mapping[str, Element]) -> tuple[int, ...]:
         """Return the time between two patches in picoseconds, if the grid has one."""
@@ -136,6 +147,16 @@ class PatchLayout(msgspec.Struct, frozen=True, tag="patches"):
                 "seconds between two patches"
             )
         return (round(number * _PICOSECONDS),)
+
+    def _tenths(self, elements: Mapping[str, Element], count: int) -> tuple[int, ...]:
+        """Return the times of the patches along time in tenths of a second, if the grid has them."""
+        if not self.times:
+            return ()
+        seconds = _parsed(elements, self.times, _seconds_decoder)
+        if len(seconds) != count:
+            raise InputError(f"{self.times} has {len(seconds)} times, but {self.grid} begins with {count}")
+        # The text is the same as in the prompt, where tenths are rounded in decimal.
+        return tuple(int(f"{time:.1f}".replace(".", "")) for time in seconds)
 
     def write(self, item: Patches, arrays: Arrays) -> None:
         """Write an item that was read to the arrays of its block.
@@ -205,9 +226,7 @@ def tensor(elements: Mapping[str, Element], key: str, dtypes: Mapping[str, str])
         InputError: The tensor is missing, or its dtype, shape and bytes contradict each other.
 
     """
-    if (found := elements.get(key)) is None:
-        raise InputError(f"the item has no tensor {key}; it has {', '.join(sorted(elements))[:200] or 'no tensors'}")
-    stated, shape, raw = found.data
+    stated, shape, raw = _parsed(elements, key, _data_decoder)
     if stated not in dtypes:
         advice = ". Start vLLM's render server with --mm-device-do-normalize" if "uint8" in dtypes else ""
         raise InputError(f"{key} has the dtype {stated[:40]!r}; it must be {' or '.join(dtypes)}{advice}")
@@ -220,3 +239,13 @@ def tensor(elements: Mapping[str, Element], key: str, dtypes: Mapping[str, str])
         )
     array: NDArray[Any] = np.frombuffer(data, dtype).reshape(shape)
     return stated, array
+
+
+def _parsed(elements: Mapping[str, Element], key: str, decoder: msgspec.msgpack.Decoder[T]) -> T:
+    """Return the data of a tensor. Raise InputError if it is missing, or MediaError if it has another form."""
+    if (found := elements.get(key)) is None:
+        raise InputError(f"the item has no tensor {key}; it has {', '.join(sorted(elements))[:200] or 'no tensors'}")
+    try:
+        return decoder.decode(found.data)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise MediaError(f"{key} is not a tensor in MessagePack: {error}") from None

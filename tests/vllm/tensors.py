@@ -16,7 +16,7 @@ import msgspec
 from blake3 import blake3
 
 from tests.vllm.record import asked, rendering
-from tests.vllm.stored import MEDIA, has_video, stored_chats
+from tests.vllm.stored import MEDIA, VIDEO_FAMILIES, has_video, stored_chats
 from tools.arguments import parser
 
 STORED = Path(__file__).parent / "tensors.json"
@@ -25,35 +25,41 @@ PICTURES = ("internvl", "llava", "llava_next", "llava_onevision", "gemma3", "ide
 FAMILIES = (*PATCHES, *PICTURES)
 SERVERS = {family: (family, "float32") for family in FAMILIES} | {"llava auto": ("llava", "auto")}
 """Family and --dtype of each server of vLLM whose tensors are stored."""
-_WITH_VIDEOS = ("qwen2vl", "qwen2_5_vl")
 
 
 def chats_of(family: str) -> dict[str, Any]:
     """Return the body of each chat whose tensors are stored for a family."""
-    images = {name: body for name, body in stored_chats().items() if not has_video(body)}
-    if family not in _WITH_VIDEOS:
-        return images
+    chats = stored_chats()
+    if family not in VIDEO_FAMILIES:
+        return {name: body for name, body in chats.items() if not has_video(body)}
     url = "data:video/mp4;base64," + base64.b64encode((MEDIA / "short.mp4").read_bytes()).decode()
     content = [{"type": "video_url", "video_url": {"url": url}}, {"type": "text", "text": "What?"}]
-    return {**images, "video": {"messages": [{"role": "user", "content": content}]}}
+    return {**chats, "video": {"messages": [{"role": "user", "content": content}]}}
 
 
 def items_of(features: dict[str, Any] | None) -> list[Any]:
     """Return the tensors and the metadata of each item: dtype, shape, digest of the bytes, and field."""
     kept = (features or {}).get("kwargs_data") or {}, (features or {}).get("mm_metadata") or {}
-    return [[_item(item) for items in data.values() for item in items] for data in kept]
+    return [[_item(item) for _, items in sorted(data.items()) for item in items] for data in kept]
 
 
 def _item(item: str) -> dict[str, Any]:
     tensors = msgspec.msgpack.decode(base64.b64decode(item))
     found = {}
     for key, tensor in sorted(tensors.items()):
-        dtype, shape, raw = tensor["data"]
         kind, options = tensor["field"]
         for name in ("slices", "batch_size"):  # they depend on earlier requests, and are not read
             options.pop(name, None)
-        found[key] = [dtype, shape, blake3(raw.data).hexdigest(length=16), kind, options]
+        found[key] = [*_data(tensor["data"]), kind, options]
     return found
+
+
+def _data(data: list[Any]) -> list[Any]:
+    """Return the dtype, shape and digest of a tensor, or the text of times, of which vLLM reads only the tenths."""
+    if all(isinstance(number, float) for number in data):
+        return [f"{time:.1f}" for time in data]
+    dtype, shape, raw = data
+    return [dtype, shape, blake3(raw.data).hexdigest(length=16)]
 
 
 def main() -> None:
