@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
+import numpy as np
 import pybase64
+from numpy.typing import NDArray
 from typing_extensions import TypedDict
 
 from mindie_mm.engine.requests.sampling_params import SamplingParams
@@ -218,11 +220,24 @@ def features(plan: PlannedPrompt, own_hashes: Sequence[str], tensors: Tensors | 
     sent = (None, None) if tensors is None else tensors.of(plan)
     hashes: dict[str, list[str]] = {}
     ranges: dict[str, list[PlaceholderRange]] = {}
+    ids = plan.plain_ids
     for span, own in zip(plan.spans, own_hashes, strict=True):
         start, stop = span.start - span.written_lead, span.stop + span.written_tail
+        if tensors is not None:
+            start, stop = _placeholders(ids, span) or (start, stop)
         hashes.setdefault(span.kind, []).append(own)
         ranges.setdefault(span.kind, []).append({"offset": start, "length": stop - start})
     return {"mm_hashes": hashes, "mm_placeholders": ranges, "kwargs_data": sent[0], "mm_metadata": sent[1]}
+
+
+def _placeholders(ids: NDArray[np.int64], span: PlannedSpan) -> tuple[int, int] | None:
+    """Return the range of the placeholders of an item, or None if there are other ids between them.
+
+    vLLM's server takes every id of a range as a placeholder, and its engine ends if there are more ids than features.
+    """
+    places = span.start + np.flatnonzero(ids[span.start : span.stop] == span.token)
+    first, stop = int(places[0]), int(places[-1]) + 1
+    return (first, stop) if stop - first == len(places) else None
 
 
 def num_bytes(media: Sequence[tuple[Media, Paths | str]]) -> int:

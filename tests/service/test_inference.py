@@ -18,7 +18,8 @@ from msgspec.msgpack import Ext
 
 from tests.service.conftest import MiB
 from tests.vllm.checkpoints import write
-from tests.vllm.payloads import FAMILY, GENERATE, RENDER, scores, stored, tensors
+from tests.vllm.payloads import FAMILY, GENERATE, RENDER, answerable, scores, stored, tensors
+from tests.vllm.payloads import OTHERS as WITH_ANSWERS
 from tests.vllm.tensors import FAMILIES, chats_of
 from tests.warm import running_service
 from tools.demo import data_url, draw_shape
@@ -82,14 +83,20 @@ def events(client: httpx2.Client, body: Payload) -> list[Payload]:
 
 @pytest.mark.parametrize("name", STORED)
 def test_the_payload_and_the_answer_equal_vllms(client: httpx2.Client, name: str) -> None:
-    chat, theirs, answer = (STORED[name][key] for key in ("chat", "render", "answer"))
-    ours = post(client, RENDER, chat)
-    assert tensors(ours) == tensors(theirs)
-    for part in ("mm_hashes", "mm_placeholders", "mm_metadata"):
-        assert ours["features"][part] == theirs["features"][part], part
+    assert_equals_vllms(client, FAMILY, name)
+    chat, tokens = STORED[name]["chat"], scores(STORED[name]["answer"]["choices"][0])[0]
     whole = post(client, "/v1/chat/completions", {**chat, "return_token_ids": True})["choices"][0]
-    tokens, logprobs = scores(answer["choices"][0])
     assert whole["token_ids"] == tokens
+
+
+def assert_equals_vllms(client: httpx2.Client, family: str, name: str) -> None:
+    chat, theirs, answer = (stored(family)[name][key] for key in ("chat", "render", "answer"))
+    ours = post(client, RENDER, chat)
+    for part in ("kwargs_data", "mm_metadata"):
+        assert tensors(ours, part) == tensors(theirs, part), part
+    for part in ("mm_hashes", "mm_placeholders"):
+        assert ours["features"][part] == answerable(theirs)["features"][part], part
+    tokens, logprobs = scores(answer["choices"][0])
     for payload in (ours, theirs):
         generated = post(client, GENERATE, payload)
         found, own = scores(generated["choices"][0])
@@ -188,6 +195,19 @@ def test_other_families_answer_payloads_like_chats(family: str, tmp_path: Path) 
         for chat in chats(family):
             assert_answered_like(client, chat)
         assert running.wait_until_free()["blocks"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", WITH_ANSWERS)
+def test_other_families_give_vllms_answers_to_both_payloads(family: str, tmp_path: Path) -> None:
+    given = SETTINGS | {"model_id": family, "served_model_name": family, "spool": tmp_path / "spool"}
+    checkpoint = write(family, tmp_path / family, is_run=True)
+    with (
+        running_service(given, tmp_path / "log", checkpoint) as running,
+        httpx2.Client(base_url=running.url, timeout=120) as client,
+    ):
+        for name in stored(family):
+            assert_equals_vllms(client, family, name)
 
 
 def test_media_that_cannot_be_rendered_leave_nothing(client: httpx2.Client, served: RunningService) -> None:
