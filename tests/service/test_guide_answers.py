@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,12 +18,14 @@ from mindie_mm import LLM, SamplingParams
 from mindie_mm.models import load_model
 from tests import warm
 from tests.lora_samples import linear_names, write_adapter
+from tests.namespaces import FULL_SHM, require
 from tests.service.test_snippets import curl, json_values, run, snippet
 from tools.demo import data_url, picture
 from tools.serving import RunningService
 
 ROOT = Path(__file__).parents[2]
 TINY = Path(mindie_mm.__file__).parent / "assets/tiny"
+DEPLOY = (ROOT / "docs/deploy.md").read_text(encoding="utf-8")
 RENDER = (ROOT / "docs/render.md").read_text(encoding="utf-8")
 LORAS = (ROOT / "docs/loras.md").read_text(encoding="utf-8")
 SERVED = "Qwen2-VL-2B-Instruct"
@@ -206,3 +210,29 @@ def test_tensors_of_the_guide_to_render_go_from_one_server_to_the_other(
         answer = json.loads(curl(re.sub(r"localhost:8\d00", running.url, script), running))
     assert answer["usage"]["completion_tokens"] == len(answer["choices"][0]["token_ids"]) > 0
     assert answer["usage"]["prompt_tokens_details"]["image_tokens"] > 0
+
+
+def test_the_guide_to_deploying_shows_the_answer_to_a_request_without_the_key(
+    settings: dict[str, object], tmp_path: Path
+) -> None:
+    ((script, language, shown),) = [one for one in scripts(DEPLOY) if "Authorization: Bearer $MINDIE" in one[0]]
+    with warm.running_service(settings | {"api_key": "key", "spool": tmp_path / "spool"}, tmp_path / "log") as running:
+        assert json.loads(curl(script.replace("$MINDIE_MM_API_KEY", "key"), running))["object"] == "list"
+        without = script.replace(' -H "Authorization: Bearer $MINDIE_MM_API_KEY"', "")
+        assert_output(curl(without, running, refused=True), language, shown)
+
+
+def test_the_guide_to_deploying_shows_why_a_service_does_not_start_in_a_full_dev_shm() -> None:
+    require(FULL_SHM)
+    command = [*FULL_SHM, Path(sys.executable).with_name("mindie-mm"), "serve", "--port", "0"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert ended.returncode, ended.stdout
+    shown = snippet(DEPLOY, "text", "but the arena needs")
+    assert fits(ended.stderr.splitlines()[-1], shown), ended.stderr
+
+
+def test_the_guide_to_scaling_shows_why_a_service_with_too_many_engines_does_not_start() -> None:
+    shown = snippet((ROOT / "docs/scale.md").read_text(encoding="utf-8"), "text", "number of CPUs")
+    command = [Path(sys.executable).with_name("mindie-mm"), "serve", "--replicas", "4000", "--device", "cpu"]
+    ended = warm.run(command, timeout=240, env=dict(os.environ))
+    assert fits(ended.stderr.splitlines()[-1].replace("4000", "4"), shown.replace(" 2;", "...;")), ended.stderr
