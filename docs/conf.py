@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 project = "mindie_mm"
 author = "the authors of mindie_mm"
 html_theme = "furo"
@@ -11,7 +13,7 @@ html_favicon = "../service/static/icon.svg"
 html_static_path = ["site"]
 html_css_files = ["site.css"]
 html_js_files = ["copy.js"]
-html_search_scorer = "site/scorer.js"
+html_search_scorer = str(Path(__file__).parent / "site/scorer.js")
 templates_path = ["site"]
 # The home page is docs/index.html, because the source folder is the root of the repository.
 html_additional_pages = {"index": "redirect.html"}
