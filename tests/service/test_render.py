@@ -89,10 +89,10 @@ def test_a_chat_has_the_ids_of_tokenize_and_a_range_per_image(render: httpx2.Cli
 def test_planned_files_share_a_folder_and_are_removed(renderer: RunningService, render: httpx2.Client) -> None:
     spool = renderer.log.parent / "spool"
     for red in (11, 12):
-        none(render, chat(data_url(picture("red", (red, 60, 200), "circle", x=0.2))))
+        none(render, chat(data_url(draw_shape("red", (red, 60, 200), "circle", x=0.2))))
         (path_file,) = spool.glob("*/*")
     path_file.unlink()  # as programs do that clean up temporary files
-    none(render, chat(data_url(picture("red", (13, 60, 200), "circle", x=0.2))))
+    none(render, chat(data_url(draw_shape("red", (13, 60, 200), "circle", x=0.2))))
     assert len([*spool.glob("*/*")]) == 1
 
 
