@@ -54,7 +54,8 @@ _FREQUENT = frozenset(
 They make up a sixth of the characters of GB 2312 that other charsets become by chance.
 """
 _MIN_FREQUENT, _MIN_SHARE = 4, 0.3
-"""Minimum of frequent characters: a number, plus a share of the Chinese characters. Short texts need a higher share."""
+"""A text needs at least this number of frequent characters, plus this share of its Chinese characters. Short texts thus
+need a higher share."""
 _MIN_DIFFERENT = 6
 """Minimum number of different frequent characters, because a word in another charset may be repeated."""
 _KANA, _LEVEL_1, _LEVEL_2 = range(0xA4, 0xA6), range(0xB0, 0xD8), range(0xD8, 0xF8)

@@ -281,9 +281,9 @@ class Prompts:
         start, in_common = self._begins_with(question, prompt, planned, "missing")
         if in_common < start:
             raise InputError(
-                "the completion cannot be located: the prompt alone has other tokens from token "
-                f"{in_common} on than with the completion. Move the space or the text between them into the other "
-                "one, or train on all tokens"
+                f"the completion cannot be located, because the prompt's tokens from token {in_common} on differ with "
+                "and without the completion. Move the space or the text at the boundary from one to the other, or "
+                "train on all tokens"
             )
         return replace(prompt, assistant=((start, len(prompt.ids)),))
 
@@ -322,9 +322,9 @@ class Prompts:
             bound, in_common = self._begins_with(cut_off, prompt, planned, special_tokens)
             if in_common < bound:
                 raise InputError(
-                    f"the assistant's turn {index // 2 + 1} cannot be located: the conversation up to its "
-                    f"{'end' if index % 2 else 'beginning'} has other tokens from token {in_common} on than the whole "
-                    "conversation. Use a chat template with {% generation %}, or train on all tokens"
+                    f"the assistant's turn {index // 2 + 1} cannot be located, because later turns change the tokens "
+                    f"from token {in_common} on, before its {'end' if index % 2 else 'beginning'}. Use a chat template "
+                    "with {% generation %}, or train on all tokens"
                 )
             bounds.append(bound)
         return tuple(zip(bounds[::2], bounds[1::2], strict=True))

@@ -229,7 +229,7 @@ class AsyncEngine(Supervised):
         self._start = msgspec.structs.replace(self._start, loras=(*others, one))
 
     def keep_loras(self, keys: Collection[str]) -> None:
-        """Forget the LoRA adapters that no request uses, which are all except `keys`."""
+        """Forget all LoRA adapters except those with `keys`, because no request uses the others."""
         loras = self._start.loras or ()
         left = tuple(one for one in loras if one.key in keys)
         if len(left) < len(loras):

@@ -99,7 +99,8 @@ class TokenTexts:
         self.text: Callable[[int], str] = cache(partial(token_text, tokenizer))
         """Function that returns the `token_text` of a token id."""
         self.name: Callable[[int], str] = cache(partial(_name, tokenizer))
-        """Function that returns the text of a token id, or the bytes in OpenAI's notation for incomplete characters."""
+        """Function that returns the text of a token id. Bytes of incomplete characters are written in OpenAI's
+        notation."""
         self.entry: Callable[[int], tuple[Raw, Raw]] = cache(partial(_text_and_bytes, tokenizer))
         """Function that returns the text and the list of bytes of a token id, both as JSON."""
 

@@ -81,7 +81,9 @@ def test_a_conversation_whose_turns_cannot_be_located_is_refused(tmp_path):
     """This template leaves out all answers but the last, so that the tokens before a turn depend on later turns."""
     path = with_template(tmp_path / "other", FORGETTING)
     texts = [message for message in MESSAGES if isinstance(message["content"], str)]
-    with pytest.raises(InputError, match=r"turn 1 cannot be located: .* to its end has other tokens from token \d+ on"):
+    with pytest.raises(
+        InputError, match=r"turn 1 cannot be located, .* change the tokens from token \d+ on, before its end"
+    ):
         turns(path, texts, None)
 
 

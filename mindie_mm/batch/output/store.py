@@ -57,7 +57,8 @@ def access_is_needed() -> Iterator[None]:
 class Store:
     """A folder in an object store. Threads and processes may use the same folder.
 
-    Files become visible as a whole: in object stores because of how they work, and in other file systems by a new name.
+    Files become visible only when they are complete. Object stores guarantee this, and in other file systems, a
+    finished file is renamed.
     """
 
     def __init__(self, url: str) -> None:

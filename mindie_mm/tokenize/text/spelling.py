@@ -37,7 +37,7 @@ class Rendered:
     items: Sequence[tuple[int, int]] = ()
     """Range [start, stop) of each media item in `text`."""
     embeds_mark: str = ""
-    """Character that marks each item of text embeddings in `text`. Empty if the marker of other items is used. Because
+    """Character that marks each item of text embeddings in `text`, or "" if these items have the usual marker. Because
     a template treats the character as text, it may write the item before or after media."""
     has_control_text: bool = False
     """True if a user's text may contain control tokens, except those of media items."""
