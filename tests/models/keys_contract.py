@@ -169,7 +169,7 @@ class KeysContract:
                 family.processor(self.checkpoint(path, {name: value}))
                 served.append(name)
             except UnsupportedCheckpoint as error:
-                assert f"{name} is {value!r}" in str(error)  # noqa: PT017 - one test covers all keys
+                assert re.search(f"{re.escape(name)}(=| is ){re.escape(repr(value))}", str(error))  # noqa: PT017 - one test covers all keys
         assert not served
 
     def test_values_of_another_type_are_refused_by_name(self, path: Path) -> None:

@@ -94,7 +94,7 @@ class TestAria(ExtremeShapes, FamilyContract):
 
     test_unsupported_settings_are_refused_by_name = refusals(
         [
-            ("config", {"vision_feature_layer": [0, -1]}, "vision_feature_layer is .* must be a single number"),
+            ("config", {"vision_feature_layer": [0, -1]}, "vision_feature_layer=.* must be a single number"),
             ("config", {"projector_patch_to_query_dict": {"100": 3}}, "has 49 patches, .* only entries for 100"),
             ("processor_config", {"size_conversion": {"490": 128}}, "490 is 128; only 3"),
             ("preprocessor_config", {"max_image_size": 448}, "max_image_size is 448 .* must be 490 or 980"),

@@ -232,7 +232,7 @@ class TestFlorence2Original(Seq2SeqContract):
             (
                 "vision_config",
                 {"projection_dim": 48},
-                r"projection_dim is 48; .* text_config.d_model \(32\)",
+                r"projection_dim=48 must equal text_config.d_model \(32\)",
             ),
         ],
         ids=str,

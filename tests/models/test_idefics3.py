@@ -93,8 +93,8 @@ class TestIdefics3(ExtremeShapes, FamilyContract):
             ("config", {"image_token_id": 2}, "image_token_id is 2"),
             ("processor_config", {"image_seq_len": 16}, "image_seq_len is 16"),
             ("preprocessor_config", {"do_resize": False}, "do_resize is False"),
-            ("preprocessor_config", {"size": {"shortest_edge": 28}}, "size is"),
-            ("preprocessor_config", {"max_image_size": {"height": 28}}, "max_image_size is"),
+            ("preprocessor_config", {"size": {"shortest_edge": 28}}, "size="),
+            ("preprocessor_config", {"max_image_size": {"height": 28}}, "max_image_size="),
             ("preprocessor_config", {"image_processor_type": "Idefics2ImageProcessor"}, "Idefics2ImageProcessor"),
         ]
     )

@@ -179,7 +179,7 @@ class TestMistral3(PixtralContract):
             ("config", {"image_token_index": 2}, "image_token_index is 2, but .* is 6"),
             ("config", {"vision_config": {"model_type": "clip_vision_model"}}, "model_type is 'clip_vision_model'"),
             ("config", {"text_config": {"model_type": "llama"}}, "text_config.model_type is 'llama'"),
-            ("config", {"vision_feature_layer": [0, -1]}, "vision_feature_layer is .* must be a single number"),
+            ("config", {"vision_feature_layer": [0, -1]}, "vision_feature_layer=.* must be a single number"),
             ("config", {"spatial_merge_size": 1}, "spatial_merge_size is 2; only 1"),
             ("processor_config", {"patch_size": 16}, "patch_size is 16; only 14"),
             ("processor_config", {"image_token": "[PIC]"}, r"no added token \[PIC\]"),
