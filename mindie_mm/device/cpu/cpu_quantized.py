@@ -11,6 +11,7 @@ from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from mindie_mm.device.quantized_linear import QuantizedLinear, QuantizedWeight
 
@@ -55,15 +56,19 @@ class CPUQuantizedLinear(QuantizedLinear):
         return super().forward(rows)
 
     def plain_product(self, rows: Tensor) -> Tensor:
-        # Scaling outputs takes less time than scaling weights. Unscaled sums may overflow float16.
-        is_scaled_later = self.scales.shape[1] == 1 and self.zeros is None and self.values.dtype == torch.int8
-        if not is_scaled_later or rows.dtype == torch.float16:
+        # Unscaled sums may overflow float16.
+        is_scaled = self.scales.shape[1] == 1 and self.zeros is None and self.values.dtype == torch.int8
+        if not is_scaled or rows.dtype == torch.float16:
             return super().plain_product(rows)
         out = rows.new_empty(len(rows), self.out_features)
         size = max(_CONVERTED // self.in_features, 1)
         parts = self.values.split(size), self.scales.flatten().split(size), out.split(size, 1)
         for values, scales, part in zip(*parts, strict=True):
-            torch.mul(self.multiply(rows, values.to(rows.dtype)), scales, out=part)
+            weight = values.to(rows.dtype)
+            if self.multiply is linear and rows.dtype == torch.float32:
+                torch.mm(rows, weight.mul_(scales.unsqueeze(1)).t(), out=part)
+            else:  # the scaled weight would be rounded, or the product cannot be written to its place
+                torch.mul(self.multiply(rows, weight), scales, out=part)
         return out
 
     def integer_product(self, rows: Tensor) -> Tensor:
