@@ -13,6 +13,7 @@ from mindie_mm.device.alive import require_alive
 from mindie_mm.device.base import Device, default_num_threads
 from mindie_mm.device.cpu import CPU
 from mindie_mm.device.cpu.onednn_linear import OneDNNLinear
+from mindie_mm.device.cpu.wide_linear import WideLinear
 from mindie_mm.device.cuda import CUDA
 from mindie_mm.device.joined_experts import ExpertWeights
 from mindie_mm.device.kernels import Kernels, Rows, block_table
@@ -67,7 +68,7 @@ def open_device(name: str = "auto") -> Device:
 
 def is_linear(module: torch.nn.Module) -> bool:
     """Return whether a module is a linear layer and nothing else. Subclasses of nn.Linear may do more."""
-    return type(module) is torch.nn.Linear or isinstance(module, OneDNNLinear | QuantizedLinear)
+    return type(module) is torch.nn.Linear or isinstance(module, OneDNNLinear | WideLinear | QuantizedLinear)
 
 
 def require_possible(name: str) -> None:

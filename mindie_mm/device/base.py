@@ -121,6 +121,14 @@ class Device(ABC):
         """
         return dtype != torch.float8_e4m3fn
 
+    @classmethod
+    def tower_dtype(cls, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which towers of a model of `dtype` compute unless a setting determines it.
+
+        The dtype is at least as precise as `dtype`.
+        """
+        return dtype
+
     @abstractmethod
     def free_bytes(self) -> int:
         """Return the amount of memory that a model and its KV cache may still use, in bytes."""

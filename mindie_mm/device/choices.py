@@ -15,6 +15,7 @@ _NO, _YES = "no", "yes"
 CHOICES: dict[str, tuple[str, ...]] = {
     "onednn": (_NO, _YES),
     "blocks": (_NO, _YES),
+    "wide": (_NO, _YES),
     "fused": (_NO, _YES),
     "step": (_NO, "best", "generic", "avx2", "avx512"),
     "bfloat16": (_NO, _YES),
@@ -23,6 +24,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 - onednn: whether oneDNN multiplies float32 instead of MKL (cpu/onednn_linear.py)
 - blocks: whether bfloat16 towers compute attention for blocks of queries (cpu/cpu_attention.py)
+- wide: whether bfloat16 is multiplied in float32, and towers of bfloat16 models run in float32 (cpu/wide_linear.py)
 - fused: whether transformers' decoder layers are replaced (nn/decoder_layer.py)
 - step: the instructions of compiled decode steps (cpu/decode_step.py), the best of the processor, or no such steps
 - bfloat16: whether the processor counts as having instructions for products in bfloat16 and float16

@@ -166,7 +166,7 @@ class Kernels:
 
         """
         for part, new in zip(pages, (key, value), strict=True):
-            part.flatten(0, 1).index_copy_(0, slots, new)
+            part.flatten(0, 1).index_copy_(0, slots, new.to(part.dtype))
 
     def rms_norm(self, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Apply RMS normalization with `weight` [width] to `hidden` [..., width]. The statistics are in float32."""

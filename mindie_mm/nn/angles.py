@@ -12,7 +12,7 @@ _FIRST_POSITIONS, _MOST_POSITIONS = 2**10, 2**14
 """Initial and maximum length of a table. With heads of 128 dimensions, a table of the maximum length takes 16 MiB."""
 _MOST_RESIDENT = 2**17
 """Maximum length of a table on an accelerator. In bfloat16, such a table takes 64 MiB for heads of 128 dimensions."""
-_MOST_ROWS = 64
+MOST_ROWS = 64
 """Maximum number of rows that are looked up in a table. In larger steps, the layers determine the time."""
 
 
@@ -58,7 +58,7 @@ class AngleTable:
 
         The hidden states, [T, hidden], determine the dtype. `top` is not used, because reading positions is fast here.
         """
-        if hidden.device.type != "cpu" or positions.shape[1] > _MOST_ROWS:
+        if hidden.device.type != "cpu" or positions.shape[1] > MOST_ROWS:
             return self._computed(hidden, positions)
         first, *others = positions.tolist()
         if (top := max(first)) >= _MOST_POSITIONS or any(other != first for other in others):

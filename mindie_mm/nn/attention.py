@@ -98,9 +98,9 @@ def paged_attention(
 
     Args:
         layer: Index of the layer.
-        query: [heads, T, head_dim].
-        key: [kv_heads, T, head_dim].
-        value: [kv_heads, T, value_head_dim].
+        query: [heads, T, head_dim], of the dtype of the cache or float32.
+        key: [kv_heads, T, head_dim], of the dtype of the query.
+        value: [kv_heads, T, value_head_dim], of the dtype of the query.
         paged: The tokens that each row attends to, and the KV cache.
         scaling: Factor for the attention scores.
         sliding_window: Has the same meaning as in `attend`.
@@ -126,7 +126,7 @@ def paged_attention(
             and paged.has_rows
             and kernels.attends(query, *cached, paged.rows)
         ):
-            return kernels.attend(query, *cached, paged.rows, scaling)
+            return kernels.attend(query.to(cached[0].dtype), *cached, paged.rows, scaling).to(query.dtype)
     match paged.prefills, paged.decodes:  # a batch with a single part needs no output buffer
         case [prefill], []:
             return _prefill(query, key, value, cached, prefill, scaling, sliding_window, spans=spans)
@@ -162,7 +162,8 @@ def _prefill(
     if prefill.context:
         assert cached is not None
         length = prefill.context + query.shape[1]
-        key, value = (pages[prefill.blocks].flatten(0, 1)[:length].transpose(0, 1) for pages in cached)
+        earlier = (pages[prefill.blocks].flatten(0, 1)[:length].transpose(0, 1) for pages in cached)
+        key, value = (part.to(query.dtype) for part in earlier)
     mask, span_ids = None, prefill.span_ids if spans else None
     if prefill.context or sliding_window is not None or span_ids is not None:
         at = torch.arange(prefill.context, key.shape[1], device=query.device).unsqueeze(1)
@@ -194,9 +195,9 @@ def _decode(
     query: Tensor, keys: Tensor, values: Tensor, decode: Decode, scaling: float, sliding_window: int | None
 ) -> Tensor:
     """Compute attention from query [heads, S, head_dim] to the pages. Return [S, heads, value_head_dim]."""
-    count, kv_heads = query.shape[1], keys.shape[2]
+    count, kv_heads, dtype = query.shape[1], keys.shape[2], query.dtype
     # Treat query heads that share a key-value head as several queries of one head, so that no keys are copied.
-    query = query.transpose(0, 1).reshape(count, kv_heads, -1, query.shape[-1])
+    query = query.to(keys.dtype).transpose(0, 1).reshape(count, kv_heads, -1, query.shape[-1])
     k, v = (
         pages.index_select(0, decode.blocks).view(count, -1, kv_heads, pages.shape[-1]).transpose(1, 2)
         for pages in (keys, values)
@@ -206,4 +207,4 @@ def _decode(
         # Not every kernel broadcasts a mask over queries (docs/npu.md). On the CPU the expanded mask would cost time.
         mask = mask.expand(-1, 1, query.shape[2], -1)
     out = scaled_dot_product_attention(query, k, v, attn_mask=mask, scale=scaling)
-    return out.reshape(count, -1, v.shape[-1])
+    return out.reshape(count, -1, v.shape[-1]).to(dtype)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from mindie_mm.device import Kernels, QuantizedLinear, kernels_of
 from mindie_mm.device.cpu.decode_step import NotCompiled, StepLayer
+from mindie_mm.device.cpu.wide_linear import widens
 from mindie_mm.nn import attention
 from mindie_mm.nn.angles import Angles
 from mindie_mm.nn.attention import paged_attention
@@ -185,6 +186,11 @@ class FewOperatorLayer(DecoderLayer):
             counts = self.num_heads, self.num_kv_heads
             weights = [norm.weight.expand(count, -1) for norm, count in zip(norms, counts, strict=True)]
             self.head_norm = FewOperatorNorm(torch.cat(weights), _eps(norms[0]))
+
+    @property
+    def widens(self) -> bool:
+        """True if `run` also takes float32 in a model of bfloat16."""
+        return self.mixture is None and all(map(widens, (self.qkv, self.output, self.gate_up, self.down)))
 
     def angles(self, cos: Tensor, sin: Tensor) -> Angles:
         return Angles.of(cos, sin)

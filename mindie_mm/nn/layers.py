@@ -41,8 +41,8 @@ class FewOperatorNorm:
         width = weight.shape[-1]
         self.weight, self.eps = weight, eps
         # x / sqrt(mean(x^2) + eps) = sqrt(width) * x / hypot(|x|, sqrt(width * eps))
-        self._scaled = weight * math.sqrt(width)
-        self._least = weight.new_tensor(math.sqrt(width * eps))
+        self._scaled = weight.float() * math.sqrt(width)
+        self._least = self._scaled.new_tensor(math.sqrt(width * eps))
 
     def __call__(self, values: Tensor) -> Tensor:
         """Normalize the last axis of a float tensor."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mindie_mm.device import QuantizedLinear, open_device
+from mindie_mm.device import QuantizedLinear, kind_of, open_device
 from mindie_mm.errors import InputError
 from mindie_mm.nn.model import MediaModel
 
@@ -54,22 +54,24 @@ def place(model: MediaModel, vision: Placement, projector: Placement) -> None:
         DeviceError: The device is not available.
 
     """
-    moves: list[tuple[nn.Module, str, torch.device, torch.dtype]] = []
+    moves: list[tuple[nn.Module, torch.device, torch.dtype]] = []
     # The projector moves last, because it may be inside the tower.
     for what, names, placement in (
         ("vision", model.traits.vision_parts, vision),
         ("projector", model.traits.projector_parts, projector),
     ):
-        if placement == TOGETHER:
-            continue
-        if not names:
+        if placement != TOGETHER and not names:
             raise InputError(
                 f"{what}_device or {what}_bits is set, but this model has no such part; leave the setting out"
             )
         device = open_device(placement.device).torch_device if placement.device else model.spec.device
         for part in parts(model, names):
-            _refuse_quantized(part, what)
-            moves.append((part, what, device, placement.dtype(next(part.parameters()).dtype)))
+            if placement != TOGETHER:
+                _refuse_quantized(part, what)
+            own = next(part.parameters()).dtype
+            dtype = kind_of(device).tower_dtype(own) if placement.bits is None else placement.dtype(own)
+            if placement != TOGETHER or (dtype != own and not _is_quantized(part)):
+                moves.append((part, device, dtype))
     for move in moves:
         _move(*move)
 
@@ -86,7 +88,7 @@ def parts(model: MediaModel, names: Iterable[str]) -> Iterator[nn.Module]:
         yield from part if isinstance(part, nn.ModuleList) else (part,)
 
 
-def _move(part: nn.Module, what: str, device: torch.device, dtype: torch.dtype) -> None:
+def _move(part: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     first = next(part.parameters())
     outer = (first.device, first.dtype)
     stored = part.state_dict().keys()
@@ -109,13 +111,17 @@ def _move(part: nn.Module, what: str, device: torch.device, dtype: torch.dtype) 
 
 
 def _refuse_quantized(part: nn.Module, what: str) -> None:
-    if any(not tensor.is_floating_point() for tensor in part.parameters()) or any(
-        isinstance(layer, QuantizedLinear) for layer in part.modules()
-    ):
+    if _is_quantized(part):
         raise InputError(
             f"{what}_device or {what}_bits is set, but this part is quantized and cannot be moved; leave the "
             "setting out"
         )
+
+
+def _is_quantized(part: nn.Module) -> bool:
+    return any(not tensor.is_floating_point() for tensor in part.parameters()) or any(
+        isinstance(layer, QuantizedLinear) for layer in part.modules()
+    )
 
 
 def _brought(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -18,6 +18,7 @@ from mindie_mm.device import choices
 from mindie_mm.device.cpu import cpu_attention
 from mindie_mm.device.cpu.cpu_quantized import CPUQuantizedLinear
 from mindie_mm.device.cpu.onednn_linear import OneDNNLinear, has_onednn
+from mindie_mm.device.cpu.wide_linear import WideLinear
 from mindie_mm.errors import InputError
 from mindie_mm.media.image.encoded_image import resize
 from mindie_mm.models import load_model
@@ -67,19 +68,20 @@ def test_logits_in_float32_do_not_depend_on_the_choices(
     assert (FewOperatorLayer in kinds(module)) is ("fused=yes" in kernels)
 
 
-@pytest.mark.parametrize("kernels", yes_and_no("onednn", "fused", "blocks"))
+@pytest.mark.parametrize("kernels", yes_and_no("onednn", "fused", "blocks", "wide"))
 def test_logits_in_bfloat16_do_not_depend_on_the_choices(
     checkpoint: Path, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected, _ = logits(checkpoint, monkeypatch, "onednn=no,fused=no")
     actual, module = logits(checkpoint, monkeypatch, kernels, dtype="bfloat16")
     assert (actual - expected).norm() <= 0.03 * expected.norm()
-    assert OneDNNLinear not in kinds(module)
+    assert OneDNNLinear not in kinds(module) or "wide=yes" in kernels  # towers then run in float32
+    assert (WideLinear in kinds(module)) is ("wide=yes" in kernels)
     used: Any = module.config
-    assert (used.vision_config._attn_implementation == cpu_attention.NAME) is ("blocks=yes" in kernels)
+    assert (used.vision_config._attn_implementation == cpu_attention.NAME) is ("blocks=yes,wide=no" in kernels)
 
 
-@pytest.mark.parametrize("kernels", yes_and_no("onednn", "fused"))
+@pytest.mark.parametrize("kernels", yes_and_no("onednn", "fused", "wide"))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_logits_in_int8_do_not_depend_on_the_choices(
     checkpoint: Path, kernels: str, dtype: str, monkeypatch: pytest.MonkeyPatch

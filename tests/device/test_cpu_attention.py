@@ -45,7 +45,7 @@ def test_masked_and_causal_attention_is_left_to_torch(other):
 
 
 def test_only_a_bfloat16_tower_uses_this_attention(tmp_path, monkeypatch):
-    monkeypatch.setenv("MINDIE_MM_KERNELS", "blocks=yes")
+    monkeypatch.setenv("MINDIE_MM_KERNELS", "blocks=yes,wide=no")
     path = write_checkpoint(tmp_path / "small", "small")
     names = {}
     for dtype in ("bfloat16", "float32"):

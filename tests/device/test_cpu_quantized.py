@@ -24,7 +24,7 @@ ROWS = MOST_ROWS + 2
 @pytest.fixture(params=["few rows compiled", "torch"])
 def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a function that quantizes a layer, whose weight is converted in several blocks."""
-    monkeypatch.setattr(cpu_quantized, "_CONVERTED", 30 * 192)
+    monkeypatch.setattr(cpu_quantized, "CONVERTED", 30 * 192)
 
     def of(plain: nn.Linear) -> CPUQuantizedLinear:
         layer = CPUQuantizedLinear.of(plain)

@@ -24,6 +24,7 @@ from mindie_mm.device.cpu.decode_step import GROUP, MOST_ROWS, NIBBLES, NotCompi
 from mindie_mm.device.cpu.onednn_linear import use_onednn
 from mindie_mm.device.cpu.step_memory import allocated_peak_bytes, computed_peak_bytes
 from mindie_mm.device.cpu.weight_pages import drop_unused_pages
+from mindie_mm.device.cpu.wide_linear import pays, use_float32
 from mindie_mm.device.finding import Finding
 from mindie_mm.device.kernels import Kernels
 from mindie_mm.device.quantized_linear import QuantizedWeight
@@ -83,6 +84,10 @@ class CPU(Device):
             return super().multiplies(dtype)
         return choose("bfloat16", lambda: _has_instructions(dtype))
 
+    @classmethod
+    def tower_dtype(cls, dtype: torch.dtype) -> torch.dtype:
+        return torch.float32 if dtype == torch.bfloat16 and choose("wide", pays) else dtype
+
     def int8_linear(self, linear: torch.nn.Linear) -> torch.nn.Module:
         return CPUQuantizedLinear.of(linear)
 
@@ -92,6 +97,7 @@ class CPU(Device):
     def prepare(self, module: torch.nn.Module) -> None:
         host_memory.keep_freed()
         use_onednn(module)
+        use_float32(module)
         _compile_quantized(module)
         lighten(module)
         cpu_attention.replace(module)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mindie_mm.device.choices import choose
+from mindie_mm.device.cpu import wide_linear
 from mindie_mm.device.cpu.onednn_linear import multiplies_bfloat16
 
 NAME = "mindie_mm_blocks"
@@ -26,7 +27,8 @@ The scores of a block fit into the processor's cache. With 5,000 keys, they take
 
 def pays() -> bool:
     """Return whether `attend` is faster on this processor than PyTorch's attention."""
-    return multiplies_bfloat16() and not torch.cpu._is_amx_tile_supported()  # noqa: SLF001
+    is_slow = torch.cpu._is_amx_tile_supported() or wide_linear.pays()  # noqa: SLF001 - there is no public name
+    return multiplies_bfloat16() and not is_slow
 
 
 def replace(module: nn.Module) -> None:

@@ -17,7 +17,7 @@ from mindie_mm.device.quantized_linear import QuantizedLinear, QuantizedWeight
 
 _TRIED_WIDTH = 64
 """Number of inputs in the trial. It is longer than a register of any processor."""
-_CONVERTED = 2**20
+CONVERTED = 2**20
 """Maximum number of values that are converted to the dtype of the activations at a time. They fit into the cache."""
 
 
@@ -41,6 +41,8 @@ class CPUQuantizedLinear(QuantizedLinear):
         super().__init__(weight, bias)
         self.few: FewRows | None = None
         """Compiled code for few rows."""
+        self.widens = False
+        """True if rows in bfloat16 are multiplied in float32 (wide_linear.py)."""
 
     @classmethod
     def of(cls, plain: nn.Linear) -> CPUQuantizedLinear:
@@ -56,12 +58,14 @@ class CPUQuantizedLinear(QuantizedLinear):
         return super().forward(rows)
 
     def plain_product(self, rows: Tensor) -> Tensor:
+        if self.widens and rows.dtype == torch.bfloat16:
+            return self.plain_product(rows.float()).to(rows.dtype)
         # Unscaled sums may overflow float16.
         is_scaled = self.scales.shape[1] == 1 and self.zeros is None and self.values.dtype == torch.int8
         if not is_scaled or rows.dtype == torch.float16:
             return super().plain_product(rows)
         out = rows.new_empty(len(rows), self.out_features)
-        size = max(_CONVERTED // self.in_features, 1)
+        size = max(CONVERTED // self.in_features, 1)
         parts = self.values.split(size), self.scales.flatten().split(size), out.split(size, 1)
         for values, scales, part in zip(*parts, strict=True):
             weight = values.to(rows.dtype)

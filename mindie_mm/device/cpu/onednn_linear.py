@@ -8,6 +8,7 @@ so the weight is in memory once. PyTorch itself multiplies bfloat16 with oneDNN.
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -42,23 +43,30 @@ class OneDNNLinear(nn.Module):
 
 
 def use_onednn(module: nn.Module) -> None:
-    """Let oneDNN multiply in the linear layers of `module` in float32 if it is faster than MKL on this processor.
-
-    Subclasses of nn.Linear are kept, because they may use their weight in other ways. Layers with hooks
-    (nn/placement.py) or a replaced `forward` (tensor parallelism) are kept, because the new layer would lose the hooks
-    or the replacement.
-    """
+    """Let oneDNN multiply in the linear layers of `module` in float32 if it is faster than MKL on this processor."""
     if not has_onednn() or not choose("onednn", is_faster):
         return
+    for part in module.modules():
+        if isinstance(part, CPUQuantizedLinear):
+            part.multiply = multiply
+    for parent, name, child in plain_linears(module):
+        if child.weight.dtype == torch.float32 and child.weight.numel() >= _LEAST_ELEMENTS:
+            setattr(parent, name, OneDNNLinear(child))
+
+
+def plain_linears(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
+    """Yield the linear layers of `module` on the CPU that can be replaced: parent, name, and layer.
+
+    Subclasses of nn.Linear are left out, because they may use their weight in other ways. Layers with hooks
+    (nn/placement.py) or a replaced `forward` (tensor parallelism) are left out, because the new layer would lose the
+    hooks or the replacement.
+    """
     for parent in [*module.modules()]:
-        if isinstance(parent, CPUQuantizedLinear):
-            parent.multiply = multiply
         for name, child in [*parent.named_children()]:
             if type(child) is not nn.Linear or child._forward_pre_hooks or "forward" in vars(child):  # noqa: SLF001
                 continue
-            weight = child.weight
-            if weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() >= _LEAST_ELEMENTS:
-                setattr(parent, name, OneDNNLinear(child))
+            if child.weight.device.type == "cpu":
+                yield parent, name, child
 
 
 def has_onednn() -> bool:

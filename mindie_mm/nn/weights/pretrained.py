@@ -12,6 +12,7 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from fnmatch import fnmatch
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -22,7 +23,7 @@ from mindie_mm.device import Device, kernels_of
 from mindie_mm.device.cpu.decode_step import DecodeStep, NotCompiled, StepLinear, instructions
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.nn import attention, experts
-from mindie_mm.nn.angles import Angles, AngleTable, ResidentAngles
+from mindie_mm.nn.angles import MOST_ROWS, Angles, AngleTable, ResidentAngles
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.end_tokens import eos_token_ids
 from mindie_mm.nn.checkpoint.renaming import RenamedWeights
@@ -186,7 +187,16 @@ class PretrainedModel(Model):
             return ResidentAngles(rotary_emb, num_axes, self.spec.max_model_len).angles
         return AngleTable(rotary_emb).angles
 
+    @cached_property
+    def _widens(self) -> bool:
+        """True if torch computes large steps of a model of bfloat16 in float32, because this is faster."""
+        layers = self.text_model.layers
+        return all(isinstance(layer, FewOperatorLayer) and layer.widens for layer in layers)
+
     def _run_layers(self, hidden: Tensor, positions: Tensor, paged: PagedBatch) -> Tensor:
+        dtype = hidden.dtype
+        if len(hidden) > MOST_ROWS and not self.is_adapted and self._widens:
+            hidden = hidden.float()
         angles = self._angles(hidden, positions, paged.top_position)
         if (
             self._step is not None
@@ -200,7 +210,7 @@ class PretrainedModel(Model):
         added = None
         for layer in self.text_model.layers:
             hidden, added = layer.run(hidden, added, angles, paged)
-        return self._norm.add(hidden, added)[0]
+        return self._norm.add(hidden, added)[0].to(dtype)
 
     def run_text_model(self, hidden: Tensor, positions: Tensor, paged: PagedBatch, **further: Any) -> Tensor:
         """Run the text model as `decode` does, with further keyword arguments.
