@@ -7,6 +7,7 @@ import struct
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from fractions import Fraction
+from itertools import product
 from pathlib import Path
 
 import av
@@ -19,7 +20,7 @@ from mindie_mm.media.guard.caps import decoding_to_count, under
 from mindie_mm.media.video.encoded_video import EncodedVideo
 from mindie_mm.media.video.timeline import PLACEHOLDER
 from mindie_mm.settings.config import MediaCaps
-from tests.media_samples import PIXEL_FORMATS, decode_all, encode_video, moving_frames, remux
+from tests.media_samples import PIXEL_FORMATS, decode_all, encode_video, moving_frames, remux, video_packets
 
 CASES = Path(__file__).parents[1] / "cases" / "media"
 RIGHT = {
@@ -151,6 +152,49 @@ def test_placeholders_in_headers_written_to_a_pipe_are_ignored(container, codec,
     video = EncodedVideo.open(pipe.data)
     assert (video.num_frames, round(video.fps, 3)) == (20, 25.0)
     assert len(list(video.decode([0, 19]))) == 2
+
+
+MPEG = [*product(["mpeg1video", "mpeg2video", "mpeg4"], ["mp4", "avi", "matroska", "mpegts", "mpeg", "asf"])]
+OF_ONE_PICTURE = [
+    *((*one, options) for one in MPEG for options in ({}, {"bf": "2"}, {"bf": "1", "g": "8"})),
+    *((*one, {"flags": "+ilme+ildct"}) for one in MPEG if one[0] != "mpeg1video"),
+    *((codec, "asf", {}) for codec in ("wmv1", "wmv2", "msmpeg4")),
+    *((codec, "avi", {}) for codec in ("wmv1", "wmv2", "msmpeg4", "msmpeg4v2", "h263p", "flv")),
+    ("msmpeg4", "matroska", {}),
+    ("flv", "flv", {}),
+]
+
+
+@pytest.mark.parametrize(("codec", "container", "options"), OF_ONE_PICTURE)
+def test_packets_of_mpeg_codecs_count_the_frames(codec, container, options):
+    pixels = moving_frames(9)
+    for frames in (pixels, np.repeat(pixels[:1], 9, axis=0)):
+        data = encode_video(frames, 25, container, codec, options)
+        found = EncodedVideo.open(data)
+        with decoding_to_count():
+            expected = EncodedVideo.open(data)
+        assert (found.num_frames, found.fps) == (expected.num_frames, expected.fps)
+        assert container in ("mpeg", "asf") or found.is_counted
+
+
+def test_the_frames_of_packed_divx_are_decoded_to_count_them():
+    """A packet has a P-picture and the B-picture before it. The next packet has a picture that is not coded."""
+    data = encode_video(moving_frames(9), 25, "avi", "mpeg4", {"bf": "1"})
+    first, *others = video_packets(data)
+    not_coded = b"\0\0\1\xb6\x50\x40\x7f"
+    packed = [first]
+    for reference, between in zip(others[::2], others[1::2], strict=True):
+        packed += [reference + between, not_coded]
+    file = io.BytesIO()
+    with av.open(io.BytesIO(data)) as source, av.open(file, "w", format="avi") as output:
+        stream = output.add_stream_from_template(source.streams.video[0])
+        for place, content in enumerate(packed):
+            packet = av.Packet(content)
+            packet.stream, packet.pts, packet.dts, packet.time_base = stream, place, place, Fraction(1, 25)
+            output.mux(packet)
+    video = EncodedVideo.open(file.getvalue())
+    assert not video.is_counted
+    assert video.num_frames == len(decode_all(file.getvalue()))
 
 
 @pytest.mark.parametrize("stated", [0, PLACEHOLDER, 2**31 - 1])

@@ -13,6 +13,15 @@ _MAX_UNITS = 64
 _MOST_UNITS = 2**10
 """Maximum number of NAL units in a packet. A packet with more units does not count as complete."""
 _VP8_START, _JPEG_START = b"\x9d\x01\x2a", b"\xff\xd8"
+_VOP, _PICTURE, _EXTENSION = b"\0\0\1\xb6", b"\0\0\1\0", b"\0\0\1\xb5"
+"""Start codes of a picture of MPEG-4 part 2, of a picture of MPEG-1 and MPEG-2, and of an extension of MPEG-2."""
+_LEAST_VOP = 12
+"""Minimum number of bytes of a picture of MPEG-4 part 2 that is certainly coded.
+
+A picture that is not coded, which repeats the last one, has a header of 7 bytes.
+"""
+_CODING_EXTENSION, _WHOLE_FRAME = 8, 3
+"""MPEG-2's extension_start_code_identifier of a picture, and its picture_structure if the picture is not a field."""
 _SPS_BYTES = 128
 """Number of bytes of a sequence parameter set to search for frame_mbs_only_flag.
 
@@ -39,6 +48,26 @@ def is_whole(packet: memoryview, codec: str, extradata: bytes | None) -> bool:
     if codec in ("av1", "libdav1d"):
         return 0 < packet[0] >> 3 < 16
     return codec != "mjpeg" or bytes(packet[:2]) == _JPEG_START
+
+
+def is_one_picture(packet: memoryview, codec: str) -> bool:
+    """Return whether a packet of MPEG-1, MPEG-2 or MPEG-4 part 2 has exactly one coded picture, which is no field.
+
+    A packet of DivX may contain two pictures, followed by a packet with a picture that is not coded. Packets of other
+    codecs pass.
+    """
+    if codec == "mpeg4":
+        data = bytes(packet)
+        start = data.find(_VOP)
+        return start >= 0 and data.rfind(_VOP) == start and len(data) - start >= _LEAST_VOP
+    if codec not in ("mpeg1video", "mpeg2video"):
+        return True
+    data = bytes(packet)
+    start = data.find(_PICTURE)
+    if start < 0 or data.rfind(_PICTURE) != start or codec == "mpeg1video":
+        return start >= 0 and data.rfind(_PICTURE) == start
+    head = data[data.find(_EXTENSION, start) :][4:7]
+    return len(head) == 3 and head[0] >> 4 == _CODING_EXTENSION and head[2] & 3 == _WHOLE_FRAME
 
 
 def is_idr(packet: memoryview, extradata: bytes | None) -> bool:

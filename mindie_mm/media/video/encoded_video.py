@@ -40,6 +40,7 @@ from mindie_mm.media.video.timeline import (
     Packets,
     decoded_times,
     frames_of_video,
+    has_exact_times,
     longest_tail,
     rate_of,
 )
@@ -120,7 +121,8 @@ class EncodedVideo:
                     f"the size of the video's frames is unknown, or above the limit of {max_pixels} pixels"
                 )
             num_frames, times = packets.num_shown, packets.times
-            is_counted = packets.are_frames and not num_missing and not decodes_to_count()
+            is_counted = packets.are_frames and not num_missing and has_exact_times(name, codec)
+            is_counted = is_counted and not decodes_to_count()
             if num_frames and not is_counted:
                 of_request.add_video(packets.number * height * width)
                 num_frames, times = _decoded(data, max_pixels, packets.number)

@@ -24,7 +24,7 @@ from mindie_mm.errors import MediaError
 from mindie_mm.media.guard.container import packets_of
 from mindie_mm.media.guard.segments import check_scans
 from mindie_mm.media.video.alpha_track import AlphaTrack, has_alpha_track
-from mindie_mm.media.video.bitstreams import has_fields, is_idr, is_whole
+from mindie_mm.media.video.bitstreams import has_fields, is_idr, is_one_picture, is_whole
 
 AVI = "avi"
 """FFmpeg's name for AVI. Its frames have no timestamps. All chunks have the same duration, and an empty chunk repeats a
@@ -32,10 +32,17 @@ frame."""
 PLACEHOLDER = 2**30
 """Frame count that FFmpeg writes to the header of an AVI if the output is a pipe. Real videos have fewer frames."""
 _ONE_FRAME_EACH = frozenset(
-    ["h264", "hevc", "vp8", "vp9", "av1", "libdav1d", "mjpeg", "prores", "dnxhd", "ffv1", "huffyuv", "rawvideo"]
+    [
+        *("h264", "hevc", "vp8", "vp9", "av1", "libdav1d", "mjpeg", "prores", "dnxhd", "ffv1", "huffyuv", "rawvideo"),
+        *("mpeg1video", "mpeg2video", "mpeg4", "h263", "flv", "msmpeg4v1", "msmpeg4v2", "msmpeg4", "wmv1", "wmv2"),
+    ]
 )
-"""Decoders that produce one frame per packet. Other decoders produce no frame if a packet repeats the previous frame.
+"""Decoders that produce one frame per packet, if the packet contains one picture (`is_one_picture`).
+
+Other decoders produce no frame if a packet repeats the previous frame.
 """
+_ROUNDED_TIMES = frozenset({("asf", "mpeg1video"), ("asf", "mpeg2video")})
+"""Containers and decoders for which FFmpeg computes other times for packets than for the frames in them."""
 _LONGEST_TAIL = 32
 """Maximum number of packets that may be damaged or missing at the end of a video.
 
@@ -137,6 +144,7 @@ def _facts(
     is_frame = not (is_h264 and packet.is_keyframe and has_fields(data, extradata))
     if is_shown:
         is_frame = is_frame and not packet.is_corrupt and is_whole(data, codec, extradata)
+        is_frame = is_frame and is_one_picture(data, codec)
     return (
         _NO_TIME if packet.pts is None else packet.pts,
         _NO_TIME if packet.dts is None else packet.dts,
@@ -171,6 +179,11 @@ def frames_of_video(container: InputContainer, stream: VideoStream, num_bytes: i
         has_begun = has_begun or bool(frames)
         yield from frames if alpha is None else map(alpha.merged, frames)
     yield from stream.decode(None) if alpha is None else map(alpha.merged, stream.decode(None))
+
+
+def has_exact_times(container: str, codec: str) -> bool:
+    """Return whether packets have the times of the frames that are decoded from them."""
+    return (container, codec) not in _ROUNDED_TIMES
 
 
 def longest_tail(num_packets: int) -> int:
