@@ -185,8 +185,9 @@ class Channel:
         transport = self._writer.transport
         try:
             if transport.get_write_buffer_size() == 0:
-                socket.send_fds(self._sock, [_LENGTH.pack(len(message))], descriptors)
-                self._writer.write(message)
+                data = _LENGTH.pack(len(message)) + message
+                if rest := data[socket.send_fds(self._sock, [data], descriptors) :]:
+                    self._writer.write(rest)
                 return
         except (ConnectionError, BlockingIOError):
             pass
