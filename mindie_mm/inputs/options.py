@@ -125,6 +125,8 @@ def media_defaults(mm_processor_kwargs: Any, media_io_kwargs: Any) -> MediaDefau
         InputError: A key has no equivalent among the options of items, or its value is invalid.
 
     """
+    if mm_processor_kwargs is None and media_io_kwargs is None:
+        return {}
     with blaming("mm_processor_kwargs"):
         images, videos = _of_processor(_given(mm_processor_kwargs, "mm_processor_kwargs"))
         image = parse_options("image", images, "mm_processor_kwargs", strict=True)

@@ -40,7 +40,7 @@ async def gather_in_order(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     If several coroutines fail, raise the exception of the coroutine that comes first in `works`, even if another
     coroutine fails earlier. The coroutines after it in `works` are canceled.
     """
-    if not has_loop():
+    if not has_loop() or len(works) == 1:  # a single coroutine needs no task, which would take time in each request
         return await _one_by_one(works)
     import asyncio  # imported late, because the tools for operators import shm and do not need it
 

@@ -34,6 +34,8 @@ async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
 
 async def gather(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Return the results of the coroutines `works`, in order. The first exception cancels the others and is raised."""
+    if len(works) == 1:  # a single coroutine needs no task, which would take time in each request
+        return [await works[0]]
     async with task_group() as group:
         tasks = [group.create_task(work) for work in works]
     return [task.result() for task in tasks]

@@ -12,7 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 
 import msgspec
@@ -208,7 +208,7 @@ class KnownMedia:
         if item.uuid is None and not all(type(part) is str for part in parts):
             return None
         texts = [part for part in parts if isinstance(part, str)]
-        options = [self._hashing.options, item.kind, asdict(item.options), item.uuid]
+        options = [self._hashing.options, item.kind, item.options, item.uuid]
         lengths = [len(text) for text in texts]
         digest = blake3(repr([*self._domain, options, lengths]).encode())
         for text in texts:
