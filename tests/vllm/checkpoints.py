@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import re
 from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from unittest.mock import patch
 
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 _TEMPLATE = (
@@ -55,6 +57,8 @@ def write(family: str, out: Path, *, is_run: bool = False) -> Path:
     )
     with patch.object(module, "TEXT", {**module.TEXT, **_WIDE}) if is_run else nullcontext():
         contract.write_checkpoint(out)
+    if is_run:
+        _rename_tower(out / "model.safetensors")
     for name, own, published in _PUBLISHED.get(family, ()):
         (out / name).write_text((out / name).read_text().replace(own, published))
     if family == "gemma3":  # as in the published tokenizer
@@ -65,3 +69,11 @@ def write(family: str, out: Path, *, is_run: bool = False) -> Path:
         image, video = _MARKS[family]
         (out / "chat_template.jinja").write_text(_TEMPLATE.replace("IMAGE", image).replace("VIDEO", video))
     return out
+
+
+def _rename_tower(path: Path) -> None:
+    """Give the weights of a CLIP or SigLIP tower their names in published checkpoints, which vLLM expects."""
+    weights = load_file(path)
+    if any(name.startswith("vision_tower.embeddings.patch_embedding.") for name in weights):
+        weights = {re.sub(r"^vision_tower\.", "vision_tower.vision_model.", name): one for name, one in weights.items()}
+        save_file(weights, path, {"format": "pt"})

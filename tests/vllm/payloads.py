@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from tests.vllm.checkpoints import write
 from tools.arguments import parser
@@ -29,7 +30,7 @@ from tools.demo import data_url, draw_shape
 from tools.serving import running_service
 
 FAMILY = "qwen2vl"
-OTHERS = ("internvl",)
+OTHERS = ("internvl", "llava_next")
 _FOLDER = Path(__file__).parent / "payloads"
 RENDER, GENERATE = "/v1/chat/completions/render", "/inference/v1/generate"
 _PORT = 8192
@@ -48,10 +49,21 @@ def stored(family: str = FAMILY) -> dict[str, Any]:
 def tensors(payload: dict[str, Any], part: str = "kwargs_data") -> list[dict[str, Any]]:
     """Return the decoded items of a payload with images. `part` is kwargs_data or mm_metadata."""
     items = [msgspec.msgpack.decode(base64.b64decode(one)) for one in payload["features"][part]["image"]]
+    for item in items:
+        if {"image_sizes", "pixel_values"} <= item.keys():
+            item["pixel_values"]["data"] = _without_padding(*item["pixel_values"]["data"])
     for element in (element for item in items for element in item.values()):
         for name in ("slices", "batch_size"):  # they depend on earlier requests, and are not read
             element["field"][1].pop(name, None)
     return items
+
+
+def _without_padding(dtype: str, shape: list[int], raw: msgspec.msgpack.Ext) -> list[Any]:
+    """Return the data of tiles without the tiles of zeros that vLLM adds if another image of its prompt has more."""
+    tiles = np.frombuffer(raw.data, dtype).reshape(shape)
+    (places,) = np.nonzero(tiles.any(axis=(1, 2, 3)))
+    tiles = tiles[: places[-1] + 1]
+    return [dtype, [*tiles.shape], msgspec.msgpack.Ext(raw.code, tiles.tobytes())]
 
 
 def answerable(payload: dict[str, Any]) -> dict[str, Any]:
