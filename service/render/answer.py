@@ -203,7 +203,7 @@ class Tensors:
 
 
 def _base64(data: bytes) -> msgspec.Raw:
-    return msgspec.Raw(b'"%s"' % pybase64.b64encode(data))
+    return msgspec.Raw(b"".join((b'"', pybase64.b64encode(data), b'"')))  # formatting would take four times as long
 
 
 def features(plan: PlannedPrompt, own_hashes: Sequence[str], tensors: Tensors | None = None) -> Features | None:
