@@ -26,6 +26,8 @@ GUIDES = (
     "loras",
     "render",
     "adding-a-model",
+    "migrate",
+    "structured-outputs",
 )
 PAGES = sorted(
     [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md"), *ROOT.glob("bench/**/*.md")]

@@ -19,13 +19,18 @@ from mindie_mm.models import load_model
 from tests import warm
 from tests.lora_samples import linear_names, write_adapter
 from tests.namespaces import FULL_SHM, require
-from tests.service.test_snippets import curl, json_values, run, snippet
+from tests.service.test_snippets import SERVED_AT, curl, json_values, run, snippet
 from tools.demo import data_url, picture
 from tools.serving import RunningService
 
 ROOT = Path(__file__).parents[2]
 TINY = Path(mindie_mm.__file__).parent / "assets/tiny"
 DEPLOY = (ROOT / "docs/deploy.md").read_text(encoding="utf-8")
+OTHERS = {
+    name: (ROOT / f"docs/{name}.md").read_text(encoding="utf-8")
+    for name in ("migrate", "structured-outputs", "tool-calls", "security")
+}
+"""Pages whose requests the service of all tests answers."""
 RENDER = (ROOT / "docs/render.md").read_text(encoding="utf-8")
 LORAS = (ROOT / "docs/loras.md").read_text(encoding="utf-8")
 SERVED = "Qwen2-VL-2B-Instruct"
@@ -236,3 +241,23 @@ def test_the_guide_to_scaling_shows_why_a_service_with_too_many_engines_does_not
     command = [Path(sys.executable).with_name("mindie-mm"), "serve", "--replicas", "99", "--device", "cpu"]
     ended = warm.run(command, timeout=240, env=dict(os.environ))
     assert fits(ended.stderr.splitlines()[-1].replace("99", "4"), shown.replace(" 2;", "...;")), ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "language", "shown"),
+    [one for page in OTHERS.values() for one in requests(page) if one.values[1] and '"seen"' not in one.values[0]],
+)
+def test_a_request_of_a_guide_has_the_answer_shown(
+    scaled_out: RunningService, script: str, language: str, shown: str
+) -> None:
+    assert_output(curl(script, scaled_out, refused='"error"' in shown), language, shown)
+
+
+def test_the_guide_to_tools_calls_a_function_and_sends_its_result(
+    service: RunningService, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calling, sending = (snippet(OTHERS["tool-calls"], "python", one) for one in ("import json", "result ="))
+    names = run(calling.replace(SERVED_AT, service.url) + sending)
+    names["client"].close()
+    assert capsys.readouterr().out == "get_weather {'city': 'Rome'}\n"
+    assert names["answer"].choices[0].message.content

@@ -113,7 +113,7 @@ def curl_commands() -> list[Any]:
         pytest.param(code, id=f"{name}-{place}")
         for name, page in pages
         for place, code in enumerate(re.findall(r"^```sh\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))
-        if "curl " in code and not re.search("admin/reload|10.0.0.7", code)
+        if "curl " in code and not re.search('admin/reload|10.0.0.7|num_beams|web_search|"not"', code)
     ]
 
 
