@@ -66,7 +66,7 @@ def lock_in(keep: Collection[int], memory_bytes: int = 0) -> Locks:
         The mechanisms in effect.
 
     """
-    assert len([*_THREADS.iterdir()]) == 1, "another thread would not be locked in"
+    assert len([*_THREADS.iterdir()]) == 1, "the process has several threads, but only this one would be restricted"
     _close_others(keep)
     _reset_signals()
     limit_resources(memory_bytes)

@@ -35,7 +35,7 @@ class _Item:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A response with the input that is new in it."""
+    """A response and its own input, without the input of earlier responses."""
 
     response: bytes
     """JSON of the response."""

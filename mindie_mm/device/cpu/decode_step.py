@@ -33,7 +33,7 @@ _MULTIPLE = 16
 NIBBLES = 128
 """Number of values of 4 bits in the largest vector. It divides the inputs of layers with such weights."""
 _NUMBERS_READ = {torch.int8: 64, FLOAT8: 64, torch.uint8: NIBBLES}
-"""Number of values in the largest vector. It divides the inputs of layers with such weights."""
+"""Number of values in the largest vector, by dtype of the weights. It divides the inputs of compiled layers."""
 _PADDING = 16
 """Number of floats after the scales and shifts of a weight that may be read."""
 _FORMATS = {torch.float32: 0, torch.bfloat16: 1}
