@@ -43,6 +43,7 @@ def test_a_replaced_layer_equals_the_plain_layer(given, bias):
     plain = nn.Linear(WIDTH, 300, bias=bias)
     with torch.inference_mode():
         torch.testing.assert_close(OneDNNLinear(plain)(given), plain(given), atol=1e-5, rtol=1e-5)
+    assert (OneDNNLinear(plain).in_features, OneDNNLinear(plain).out_features) == (WIDTH, 300)
 
 
 class _Special(nn.Linear):

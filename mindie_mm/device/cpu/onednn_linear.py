@@ -34,6 +34,7 @@ class OneDNNLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
+        self.out_features, self.in_features = linear.weight.shape  # some of transformers' modules read them
         self.weight = linear.weight
         self.bias = linear.bias
 

@@ -23,12 +23,13 @@ class WideLinear(nn.Module):
 
     def __init__(self, original: nn.Linear) -> None:
         super().__init__()
+        self.out_features, self.in_features = original.weight.shape  # some of transformers' modules read them
         self.weight = original.weight
         self.bias = original.bias
 
     def forward(self, rows: Tensor) -> Tensor:
         """Map bfloat16 or float32 [..., width] to [..., outputs] of the same dtype."""
-        outputs, width = self.weight.shape
+        outputs, width = self.out_features, self.in_features
         if rows.dtype == torch.bfloat16 and rows.numel() < _LEAST_ROWS * width:
             return linear(rows, self.weight, self.bias)
         wide = rows.reshape(-1, width).float()
