@@ -71,6 +71,7 @@ class Molmo2Processor(Processor):
         splice_adds=True,
         token_types=("mm_token_type_ids",),
         not_packed="all images of a row attend to each other",
+        frames_only_media_in_vllm=True,
         grids={
             "image": "the numbers of rows and columns of crops",
             "video": "the time of each frame in tenths of a second",

@@ -74,6 +74,8 @@ class Traits:
     alone_in_vllm: bool = False
     """Processor: whether vLLM counts the tokens of each item as if it were alone in its prompt, and transformers does
     not."""
+    frames_only_media_in_vllm: bool = False
+    """Processor: whether vLLM adds the ids of `Processor.frame` only to prompts with media."""
     samples_like_vllm: bool = False
     """Processor: whether the frames of videos equal vLLM's if `Media.is_like_vllm` is true."""
     joins_items: bool = False

@@ -304,7 +304,8 @@ class Prompts:
         special_tokens: SpecialTokens = "none" if options.like_vllm else "unless_begun"
         if options.repeat_special_tokens:
             special_tokens = "all"
-        prompt = self._expanded(self._encode(rendered, planned, special_tokens), planned)
+        encoded = self._encode(rendered, planned, special_tokens)
+        prompt = self._expanded(encoded, planned, like_vllm=options.like_vllm)
         if not options.marks_assistant:
             return prompt
         cuts = self._text.render_turns(messages, variables, list(self._spell(planned)))
@@ -354,10 +355,12 @@ class Prompts:
             rendered = replace(rendered, text=rendered.text.replace(rendered.embeds_mark, ""))
         return self._text.encode(rendered, special_tokens)
 
-    def _expanded(self, encoded: Encoded, planned: Sequence[PlannedItem]) -> Prompt:
+    def _expanded(self, encoded: Encoded, planned: Sequence[PlannedItem], *, like_vllm: bool = False) -> Prompt:
         processor, tokens = self._processor, self._tokens
-        ids = processor.frame([*encoded.ids], len(planned))
-        opening = _in_common(ids, processor.frame([*self._text.opening], len(planned)))
+        ids, opening_ids = [*encoded.ids], [*self._text.opening]
+        if planned or not (like_vllm and processor.traits.frames_only_media_in_vllm):
+            ids, opening_ids = processor.frame(ids, len(planned)), processor.frame(opening_ids, len(planned))
+        opening = _in_common(ids, opening_ids)
         if self._inserted_at is not None:
             return insert(ids, self._inserted_at, planned, tokens, opening)
         reaches = zip(planned, encoded.items, strict=True)

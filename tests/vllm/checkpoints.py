@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from contextlib import nullcontext
 from importlib import import_module
@@ -30,6 +31,7 @@ _MARKS = {
 
 _PUBLISHED = {
     "llava_onevision": [(name, "anyres_max_3", "anyres_max_9") for name in ("config.json", "processor_config.json")],
+    "molmo2": [("config.json", '"max_position_embeddings": 2048', '"max_position_embeddings": 36864')],
     "qwen3_vl": [("video_preprocessor_config.json", '"max_frames": 24', '"max_frames": 768')],
 }
 """Files, settings in the small checkpoint, and settings of all published checkpoints, which vLLM assumes."""
@@ -65,6 +67,13 @@ def write(family: str, out: Path, *, is_run: bool = False) -> Path:
         tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
         tokenizer.add_tokens(["\n" * number for number in range(1, 5)])
         tokenizer.save(str(out / "tokenizer.json"))
+    if family == "molmo2":  # vLLM reads ids that transformers' class leaves out, but published checkpoints state
+        config, tokenizer = (
+            json.loads((out / "config.json").read_text()),
+            Tokenizer.from_file(str(out / "tokenizer.json")),
+        )
+        ids = {"image_col_id": tokenizer.token_to_id("<im_col>"), "image_low_res_id": tokenizer.token_to_id("<im_low>")}
+        (out / "config.json").write_text(json.dumps(config | ids))
     if family in _MARKS:
         image, video = _MARKS[family]
         (out / "chat_template.jinja").write_text(_TEMPLATE.replace("IMAGE", image).replace("VIDEO", video))

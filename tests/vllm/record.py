@@ -85,6 +85,13 @@ def _store_chats() -> None:
     CHATS.write_text(json.dumps(bodies, indent=1) + "\n")
 
 
+def _families_of(vllm: str) -> list[str]:
+    """Return the families whose stored answers come from the version of vLLM, because others may not run in it."""
+    shown = subprocess.run([vllm, "--version"], capture_output=True, text=True, check=True).stdout.split()[-1]
+    stored = {path.stem: json.loads(path.read_text())["vllm"] for path in ANSWERS.glob("*.json")}
+    return sorted(family for family, version in stored.items() if shown.partition("+")[0] == version)
+
+
 def main() -> None:
     """Write the chats if they are not stored, and write or compare the answers of families."""
     arguments = parser(__doc__)
@@ -97,7 +104,7 @@ def main() -> None:
     sys.path.insert(0, str(Path(__file__).parents[1] / "stubs"))  # for the tests for families, as in pytest
     _store_chats()
     every, differing = stored_chats(), []
-    for family in given.families or sorted(path.stem for path in ANSWERS.glob("*.json")):
+    for family in given.families or _families_of(given.vllm):
         path = ANSWERS / f"{family}.json"
         bodies = {name: body for name, body in every.items() if family in VIDEO_FAMILIES or not has_video(body)}
         with rendering(given.vllm, family) as version:

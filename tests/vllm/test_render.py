@@ -27,6 +27,8 @@ CHATS = stored_chats()
 REFUSED = {"status": 400}
 CONTROL_TOKENS = "text"
 """Chat whose ids differ on purpose: vLLM reads control tokens in the text of users."""
+HASHED_OTHERWISE = {"0.33.0": ["PNG with a transparent color"]}
+"""Chats whose hash differs in a version of vLLM, which covers the background color, too."""
 REFUSED_BY_VLLM = {"two images", "the same image twice"}
 """Chats that vLLM refuses for a family whose adjacent images share a token of line breaks."""
 PIXELS = {"max_pixels", "min_pixels and max_pixels", "uuid and max_pixels", "images_kwargs"}
@@ -70,8 +72,8 @@ def _file(media: Media, path: Path) -> Path:
 
 
 def test_ids_ranges_and_hashes_equal_vllms(family: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    answers = json.loads((ANSWERS / f"{family}.json").read_text())["answers"]
-    different = []
+    stored = json.loads((ANSWERS / f"{family}.json").read_text())
+    answers, different = stored["answers"], []
     for name, body in CHATS.items():
         if has_video(body) and family not in VIDEO_FAMILIES:
             continue
@@ -82,7 +84,14 @@ def test_ids_ranges_and_hashes_equal_vllms(family: str, tokenizer: Tokenizer, tm
         is_refused = (ours == REFUSED and name in PIXELS) or (answers[name] == REFUSED and name in REFUSED_BY_VLLM)
         if ours != answers[name] and not is_refused:
             different.append(name)
-    assert {*different} <= {CONTROL_TOKENS}
+    assert {*different} <= {CONTROL_TOKENS, *HASHED_OTHERWISE.get(stored["vllm"], ())}
+
+
+def test_a_chat_without_media_begins_as_in_vllm(family: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """The ids of this chat are equal up to the control tokens."""
+    answer = json.loads((ANSWERS / f"{family}.json").read_text())["answers"][CONTROL_TOKENS]
+    ours = essence(rendered(tokenizer, CHATS[CONTROL_TOKENS], family, tmp_path))
+    assert ours["token_ids"][:5] == answer["token_ids"][:5]
 
 
 def test_media_that_were_planned_before_need_no_source(family: str, tokenizer: Tokenizer) -> None:
