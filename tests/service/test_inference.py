@@ -20,7 +20,7 @@ from tests.service.conftest import MiB
 from tests.vllm.checkpoints import write
 from tests.vllm.payloads import FAMILY, GENERATE, RENDER, answerable, scores, stored, tensors
 from tests.vllm.payloads import OTHERS as WITH_ANSWERS
-from tests.vllm.tensors import FAMILIES, chats_of
+from tests.vllm.tensors import FAMILIES, PICTURES, chats_of
 from tests.warm import running_service
 from tools.demo import data_url, draw_shape
 from tools.random_checkpoint import write_checkpoint
@@ -194,7 +194,21 @@ def test_other_families_answer_payloads_like_chats(family: str, tmp_path: Path) 
     ):
         for chat in chats(family):
             assert_answered_like(client, chat)
+        if family in PICTURES:
+            payload = post(client, RENDER, STORED["one"]["chat"] | {"model": family})
+            (item,) = payload["features"]["kwargs_data"]["image"]
+            payload["features"]["kwargs_data"]["image"] = [_not_a_number(item)]
+            answer = client.post(GENERATE, json=payload)
+            assert (answer.status_code, "not that of a byte" in answer.text) == (400, True), answer.text
         assert running.wait_until_free()["blocks"] == 0
+
+
+def _not_a_number(item: str) -> str:
+    """Return an item whose last pixel is not a number."""
+    tensors = msgspec.msgpack.decode(base64.b64decode(item))
+    data = tensors["pixel_values"]["data"]
+    data[2] = Ext(3, data[2].data[:-4] + b"\xff" * 4)
+    return base64.b64encode(msgspec.msgpack.encode(tensors)).decode()
 
 
 @pytest.mark.slow
