@@ -23,7 +23,6 @@ _log = logging.getLogger(__name__)
 _PROJECTIONS = ("gate", "up", "down")
 _FIRST = ("gate_up", "gate", "up")
 _EXPERT = re.compile(r".+\.experts\.(?P<expert>\d+)\.(?P<projection>gate|up|down)_proj\.weight")
-_BIAS_OF_EXPERT = re.compile(r".+\.experts\.\d+\.(gate|up|down)_proj\.bias")
 _ALL_EXPERTS = re.compile(r".+\.experts\.(?P<projection>gate_up|down)_proj")
 
 
@@ -70,8 +69,6 @@ class Placing:
     def take_experts(self, own: str, name: str, weight: Tensor | PackedWeight, model: nn.Module) -> bool:
         """Keep a published weight of one or of all experts, if the device multiplies by it. Return whether it is kept.
 
-        A bias of zeros is dropped, which counts as kept.
-
         Args:
             own: Name of the joined weights of the experts in the model.
             name: Published name of the weight.
@@ -81,9 +78,7 @@ class Placing:
         """
         path, _, part = own.rpartition(".")
         layer: Any = _submodule(model, path)
-        if isinstance(weight, Tensor):
-            return self._adds_biases and _BIAS_OF_EXPERT.fullmatch(name) is not None and not weight.any()
-        if not experts.can_replace(layer):
+        if isinstance(weight, Tensor) or not experts.can_replace(layer):
             return False
         if match := _EXPERT.fullmatch(name):
             found = {(match["projection"], int(match["expert"])): weight}
@@ -130,6 +125,10 @@ class Placing:
         if bias.any():
             self._biases[path] = bias
         return not bias.any() or type(layer) is nn.Linear or weight.ndim == 1
+
+    def drops(self, bias: Tensor | PackedWeight) -> bool:
+        """Return whether a bias that the model does not have changes nothing, because the format writes zeros."""
+        return self._adds_biases and isinstance(bias, Tensor) and not bias.any()
 
     def empty(self, model: nn.Module) -> None:
         """Remove the plain weights of the layers that will be replaced."""
@@ -260,6 +259,8 @@ def with_packed(
     for name, weight in weights:
         own, is_converted = name_in(name)
         if placing.take_experts(own, name, weight, model):
+            continue
+        if name.endswith(".bias") and own not in stored and placing.drops(weight):
             continue
         if not is_converted and placing.take(own, weight, model):
             continue
