@@ -336,6 +336,16 @@ def test_packets_count_the_samples_that_an_edit_list_shows(codec, skipped, shown
     assert len(clip.decode()) == clip.num_samples
 
 
+def test_a_clip_of_too_many_packets_is_decoded_up_to_the_limit_of_the_model(monkeypatch):
+    monkeypatch.setattr("mindie_mm.media.audio.packet_samples._MAX_PACKETS", 50)
+    data = encode_sound(tone(3.0), RATE, "MP3", "MPEG_LAYER_III")
+    opened = open_audio(data)
+    assert opened.num_in_packets is None
+    assert opened.clip(RATE, 4 * RATE).num_samples == 3 * RATE
+    with pytest.raises(LimitExceeded, match="the limit of this model is 1 s"):
+        opened.clip(RATE, RATE)
+
+
 @pytest.mark.parametrize(("file_format", "subtype"), [*LOSSLESS, ("OGG", "OPUS"), ("MP3", "MPEG_LAYER_III")])
 @pytest.mark.parametrize("kept", [0.3, 0.6, 0.95])
 def test_the_plan_of_a_truncated_clip_is_refused_or_has_its_samples(file_format, subtype, kept):

@@ -29,6 +29,8 @@ _OPUS_CHANNELS = 2
 """Maximum number of channels of a clip with a single stream of Opus."""
 _OPUS_FRAMES = (480, 960, 1920, 2880) * 3 + (480, 960) * 2 + (120, 240, 480, 960) * 4
 """Number of samples of a frame for each configuration of an Opus packet (RFC 6716, section 3.1)."""
+_MAX_PACKETS = 2**17
+"""Maximum number of packets to count, which takes a second. Decoding stops earlier, at the limit of the model."""
 _LOW_COMPLEXITY = "LC"
 """PyAV's name of the AAC profile without extensions. The extensions double the rate and the number of samples."""
 
@@ -48,14 +50,14 @@ def num_decoded(
       packet before it. Several streams of Opus, and extensions of AAC, give other numbers.
     - MPEG streams, ASF, FLV and DV may begin in the middle of a frame. Such packets are passed over.
     - In Matroska, durations are rounded to milliseconds.
-    - A packet is truncated.
+    - A packet is truncated, or there are more than `_MAX_PACKETS`.
     """
     if (num_samples := _counter(container, stream, num_channels)) is None:
         return None
     total, left, skips = 0, max_samples, stream.codec_context.delay if num_samples is _opus_samples else 0
-    for packet in packets:
+    for place, packet in enumerate(packets):
         number, padding = num_samples(packet), 0
-        if packet.is_corrupt or not number:
+        if packet.is_corrupt or not number or place >= _MAX_PACKETS:
             return None
         if left < 0:
             return max_samples + 1
