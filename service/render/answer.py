@@ -220,10 +220,10 @@ def features(plan: PlannedPrompt, own_hashes: Sequence[str], tensors: Tensors | 
     sent = (None, None) if tensors is None else tensors.of(plan)
     hashes: dict[str, list[str]] = {}
     ranges: dict[str, list[PlaceholderRange]] = {}
-    ids = plan.plain_ids
+    ids = None if tensors is None else plan.plain_ids
     for span, own in zip(plan.spans, own_hashes, strict=True):
         start, stop = span.start - span.written_lead, span.stop + span.written_tail
-        if tensors is not None:
+        if ids is not None:
             start, stop = _placeholders(ids, span) or (start, stop)
         hashes.setdefault(span.kind, []).append(own)
         ranges.setdefault(span.kind, []).append({"offset": start, "length": stop - start})
