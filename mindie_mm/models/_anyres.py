@@ -18,7 +18,7 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, Processor, Spelling, Write
 from mindie_mm.nn.model_inputs import Item
 from mindie_mm.nn.pixels import Normalization
-from mindie_mm.nn.vllm_pictures import PictureLayout, dtype_of
+from mindie_mm.nn.vllm_tiles import TileLayout, dtype_of
 from mindie_mm.nn.weights.pretrained import read_config
 from mindie_mm.shm import ArraySpec
 
@@ -97,7 +97,7 @@ class AnyresProcessor(Processor):
         self.normalizations: dict[Kind, Normalization] = {"image": Normalization.read(settings)}
         self.background_mean: Sequence[float] = settings["image_mean"]
         table, dtype = self.normalizations["image"].table(), dtype_of(checkpoint.config)
-        self.vllm_items = {"image": PictureLayout(table, (self.side, self.side), dtype, size="image_sizes")}
+        self.vllm_items = {"image": TileLayout(table, (self.side, self.side), dtype, size="image_sizes")}
 
     def max_tokens(self, kind: Kind) -> int:
         return max(self.num_features(*canvas) for canvas in self.canvases)

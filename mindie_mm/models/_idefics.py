@@ -23,7 +23,7 @@ from mindie_mm.nn.model_inputs import Item, padded_rows
 from mindie_mm.nn.pixels import HALF, Normalization
 from mindie_mm.nn.splice import MediaItem, split_features
 from mindie_mm.nn.traits import Traits
-from mindie_mm.nn.vllm_pictures import PictureLayout, dtype_of
+from mindie_mm.nn.vllm_tiles import TileLayout, dtype_of
 from mindie_mm.nn.weights.pretrained import PretrainedModel, read_config
 from mindie_mm.shm import ArraySpec
 
@@ -93,7 +93,7 @@ class IdeficsProcessor(Processor):
 
         table, sides = self.normalizations["image"].table(), (self.side, self.side)
         dtype = dtype_of(checkpoint.config)
-        layout = PictureLayout(table, sides, dtype, count="num_patches", mask="pixel_attention_mask")
+        layout = TileLayout(table, sides, dtype, count="num_patches", mask="pixel_attention_mask")
         self.vllm_items = {"image": layout}
 
     def max_tokens(self, kind: Kind) -> int:

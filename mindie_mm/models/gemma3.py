@@ -24,7 +24,7 @@ from mindie_mm.nn.pixels import HALF, Normalization
 from mindie_mm.nn.pretrained_family import PretrainedFamily
 from mindie_mm.nn.splice import MediaItem, split_features
 from mindie_mm.nn.traits import Traits
-from mindie_mm.nn.vllm_pictures import PictureLayout
+from mindie_mm.nn.vllm_tiles import TileLayout
 from mindie_mm.nn.weights.pretrained import read_config
 from mindie_mm.shm import ArraySpec
 
@@ -88,7 +88,7 @@ class Gemma3Processor(Processor):
         self.placeholders = {"image": Placeholder((), token_id, (), self._start)}
         table, sides = self.normalizations["image"].table(), (self._side, self._side)
         # vLLM does not run this family in float16.
-        self.vllm_items = {"image": PictureLayout(table, sides, "bfloat16", count="num_patches")}
+        self.vllm_items = {"image": TileLayout(table, sides, "bfloat16", count="num_patches")}
 
     def max_tokens(self, kind: Kind) -> int:
         return (1 + self._most_crops if self._scanning else 1) * self._features

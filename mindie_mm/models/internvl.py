@@ -34,7 +34,7 @@ from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
 from mindie_mm.nn.pretrained_family import PretrainedFamily
 from mindie_mm.nn.splice import MediaItem, split_features
 from mindie_mm.nn.traits import Traits
-from mindie_mm.nn.vllm_pictures import PictureLayout, dtype_of
+from mindie_mm.nn.vllm_tiles import TileLayout, dtype_of
 from mindie_mm.nn.weights.pretrained import PretrainedModel, read_config
 from mindie_mm.shm import ArraySpec
 from mindie_mm.shm.format.item import MediaShape
@@ -104,7 +104,7 @@ class InternVLProcessor(Processor):
         self._sampling = Sampling.read(video, positions // (self.tile_features + 2))
         if not self._original:  # for which vLLM has other tensors
             self.vllm_items = {
-                "image": PictureLayout(
+                "image": TileLayout(
                     self.normalizations["image"].table(),
                     (self.side, self.side),
                     dtype_of(checkpoint.config),

@@ -25,7 +25,7 @@ from mindie_mm.nn.family import Placeholder
 from mindie_mm.nn.one_size import OneSizeProcessor
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, HALF, Normalization
 from mindie_mm.nn.pretrained_family import PretrainedFamily
-from mindie_mm.nn.vllm_pictures import PictureLayout, dtype_of
+from mindie_mm.nn.vllm_tiles import TileLayout, dtype_of
 from mindie_mm.nn.weights.pretrained import read_config
 
 _CLIP: Mapping[str, Any] = {
@@ -73,7 +73,7 @@ class LlavaProcessor(OneSizeProcessor):
         side: int = config.vision_config.image_size
         check_output_size(self.steps.output_size, side, where)
         self.size = side, side
-        layout = PictureLayout(self.normalizations["image"].table(), self.size, dtype_of(checkpoint.config))
+        layout = TileLayout(self.normalizations["image"].table(), self.size, dtype_of(checkpoint.config))
         self.vllm_items = {"image": layout}
 
     def vllm_shape(self, kind: Kind, stated: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:

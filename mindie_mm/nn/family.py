@@ -27,7 +27,7 @@ from mindie_mm.nn.seq2seq import Seq2SeqModel
 from mindie_mm.nn.speech import SpeechTraits
 from mindie_mm.nn.traits import Traits
 from mindie_mm.nn.vllm_items import PatchLayout
-from mindie_mm.nn.vllm_pictures import PictureLayout
+from mindie_mm.nn.vllm_tiles import TileLayout
 from mindie_mm.shm import ArraySpec
 from mindie_mm.shm.format.item import ITEM
 
@@ -128,7 +128,7 @@ class Processor(ModelInputs, ABC):
     """Placeholder of each kind of media that the family supports."""
     num_embeddings: int | None = None
     """`ModelSpec.embedding_size`. None means `vocab_size` of transformers' configuration of the text model."""
-    vllm_items: Mapping[Kind, PatchLayout | PictureLayout] = {}
+    vllm_items: Mapping[Kind, PatchLayout | TileLayout] = {}
     """Layout of an item's tensors in vLLM's payloads, by kind. Items of other kinds are neither sent nor read."""
     vllm_tokens: Mapping[Kind, int] = {}
     """Placeholder id in vLLM's prompts, for each kind in which it is not that of `placeholders`."""
@@ -235,7 +235,7 @@ class Processor(ModelInputs, ABC):
 
         Args:
             kind: Kind of the item.
-            stated: Numbers that the tensors state: `Patches.stated` or `Pictures.stated`.
+            stated: Numbers that the tensors state: `Patches.stated` or `Tiles.stated`.
 
         """
         raise NotImplementedError

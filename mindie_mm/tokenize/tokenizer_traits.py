@@ -7,7 +7,7 @@ import msgspec
 from mindie_mm.inputs import Kind
 from mindie_mm.nn.speech import SpeechTraits
 from mindie_mm.nn.vllm_items import PatchLayout
-from mindie_mm.nn.vllm_pictures import PictureLayout
+from mindie_mm.nn.vllm_tiles import TileLayout
 from mindie_mm.tokenize.text.chat_traits import ChatTraits
 
 
@@ -36,7 +36,7 @@ class TokenizerTraits(msgspec.Struct, frozen=True, tag="traits"):
     """How the checkpoint is asked to transcribe speech. None if it does not accept audio."""
     sizes: Sizes = Sizes()
     """Sizes, with `Setup.states_sizes`."""
-    vllm_items: dict[Kind, PatchLayout | PictureLayout] = {}
+    vllm_items: dict[Kind, PatchLayout | TileLayout] = {}
     """`Processor.vllm_items` of the checkpoint."""
     family: str = ""
     """Name of the checkpoint's family for error messages."""

@@ -17,7 +17,7 @@ from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import InputError
 from mindie_mm.inputs import Kind, Media, MediaDefaults, MediaOptions, Paths, media_defaults
 from mindie_mm.nn.vllm_items import PatchLayout
-from mindie_mm.nn.vllm_pictures import PictureLayout
+from mindie_mm.nn.vllm_tiles import TileLayout
 from mindie_mm.settings.config import Colour
 from mindie_mm.shm import attach
 from mindie_mm.shm.format.item import MediaShape
@@ -157,7 +157,7 @@ def hashes_of(plan: PlannedPrompt, media: Sequence[tuple[Media, Paths | str]], h
 class Tensors:
     """Which tensors are sent for the media of a prompt."""
 
-    layouts: Mapping[Kind, PatchLayout | PictureLayout]
+    layouts: Mapping[Kind, PatchLayout | TileLayout]
     """`Processor.vllm_items` of the checkpoint."""
     family: str
     """Name of the checkpoint's family."""

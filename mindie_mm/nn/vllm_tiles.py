@@ -28,7 +28,7 @@ _MAX_SIDE = 2**20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pictures:
+class Tiles:
     """An item that was read, with its pixels as vLLM has them."""
 
     stated: tuple[int, ...]
@@ -42,7 +42,7 @@ class Pictures:
 # numpy.take is faster than an index, and with `mode`, it writes to `out` without a buffer. No index is out of bounds.
 
 
-class PictureLayout(msgspec.Struct, frozen=True, tag="pictures"):
+class TileLayout(msgspec.Struct, frozen=True, tag="tiles"):
     """The tensors of an image that a block has as tiles of one size, uint8 [tiles, height, width, 3].
 
     vLLM's tiles have the axes (channel, row, column). If there is neither `count` nor `size`, an item is one tile, and
@@ -89,7 +89,7 @@ class PictureLayout(msgspec.Struct, frozen=True, tag="pictures"):
             metadata[self.size] = element(np.array(grid[:2], np.int64), BATCHED)
         return payload(tensors, metadata)
 
-    def read(self, item: bytes) -> Pictures:
+    def read(self, item: bytes) -> Tiles:
         """Read an item without copying its pixels.
 
         Raises:
@@ -114,7 +114,7 @@ class PictureLayout(msgspec.Struct, frozen=True, tag="pictures"):
         size = numbers(elements, self.size, 2) if self.size else ()
         if size and max(size) > _MAX_SIDE:
             raise InputError(f"{self.size} is {size}; the limit of each side is {_MAX_SIDE}")
-        return Pictures((len(bits), *size), dtype, bits)
+        return Tiles((len(bits), *size), dtype, bits)
 
     def _require_whole(self, elements: Mapping[str, Element], num_tiles: int) -> None:
         """Raise InputError if a pixel of a tile does not belong to the image."""
@@ -124,7 +124,7 @@ class PictureLayout(msgspec.Struct, frozen=True, tag="pictures"):
         if zeros := mask.size - np.count_nonzero(mask):
             raise InputError(f"{self.mask} has zeros at {zeros} pixels; tiles must be whole")
 
-    def write(self, item: Pictures, arrays: Arrays) -> None:
+    def write(self, item: Tiles, arrays: Arrays) -> None:
         """Write an item that was read to the arrays of its block.
 
         vLLM pads an item with tiles of zeros to the number of tiles of another item of its prompt. They are left out.

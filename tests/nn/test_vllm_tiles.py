@@ -12,7 +12,7 @@ from msgspec.msgpack import Ext
 
 from mindie_mm.errors import InputError
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, HALF, IMAGENET_MEAN, IMAGENET_STD, Normalization
-from mindie_mm.nn.vllm_pictures import DTYPES, PictureLayout, dtype_of
+from mindie_mm.nn.vllm_tiles import DTYPES, TileLayout, dtype_of
 
 NORMALIZATIONS = {
     "CLIP": Normalization(CLIP_MEAN, CLIP_STD, 1 / 255),
@@ -23,9 +23,9 @@ NORMALIZATIONS = {
 }
 SIDES = 4, 6
 HALVES = NORMALIZATIONS["half"].table()
-TILES = PictureLayout(HALVES, SIDES, "float16", count="num_patches", mask="mask", constants={"image_token_id": 7})
-ALONE = PictureLayout(HALVES, SIDES, "float32")
-SIZED = PictureLayout(HALVES, SIDES, "bfloat16", size="image_sizes")
+TILES = TileLayout(HALVES, SIDES, "float16", count="num_patches", mask="mask", constants={"image_token_id": 7})
+ALONE = TileLayout(HALVES, SIDES, "float32")
+SIZED = TileLayout(HALVES, SIDES, "bfloat16", size="image_sizes")
 Item = dict[str, Any]
 
 
@@ -34,13 +34,13 @@ def block(num_tiles: int = 2) -> dict[str, Any]:
     return {"pixel_values": pixels}
 
 
-def item_of(layout: PictureLayout, num_tiles: int = 2, grid: tuple[int, ...] = ()) -> Item:
+def item_of(layout: TileLayout, num_tiles: int = 2, grid: tuple[int, ...] = ()) -> Item:
     """Return a written item as MessagePack decodes it."""
     item: Item = msgspec.msgpack.decode(layout.encoded(block(num_tiles), grid).tensors)
     return item
 
 
-def written(layout: PictureLayout, item: Item, num_tiles: int) -> Any:
+def written(layout: TileLayout, item: Item, num_tiles: int) -> Any:
     """Read an item, and return its block."""
     arrays = {"pixel_values": np.zeros((num_tiles, *SIDES, 3), np.uint8)}
     layout.write(layout.read(msgspec.msgpack.encode(item)), arrays)
@@ -51,7 +51,7 @@ def written(layout: PictureLayout, item: Item, num_tiles: int) -> Any:
 @pytest.mark.parametrize("name", NORMALIZATIONS)
 def test_every_byte_of_every_channel_has_torchs_value_and_is_read_again(name: str, dtype: str) -> None:
     normalization = NORMALIZATIONS[name]
-    layout = PictureLayout(normalization.table(), (256, 1), dtype, count="num_patches")
+    layout = TileLayout(normalization.table(), (256, 1), dtype, count="num_patches")
     pixels = np.broadcast_to(np.arange(256, dtype=np.uint8).reshape(1, 256, 1, 1), (1, 256, 1, 3))
     payload = layout.encoded({"pixel_values": pixels}, ())
     stated, shape, raw = msgspec.msgpack.decode(payload.tensors)["pixel_values"]["data"]
@@ -123,7 +123,7 @@ def _numbers(item: Item, name: str, shape: list[int], *numbers: int) -> None:
     item[name]["data"] = ["int64", shape, Ext(3, np.array(numbers, np.int64).tobytes())]
 
 
-REFUSED: dict[str, tuple[PictureLayout, Any, str]] = {
+REFUSED: dict[str, tuple[TileLayout, Any, str]] = {
     "a value between two bytes": (TILES, lambda item: _bits(item, 0x3BFF), "at row 3, column 5 and channel 2"),
     "a value above white": (TILES, lambda item: _bits(item, 0x3C01), "not that of a byte in float16"),
     "not a number": (TILES, lambda item: _bits(item, 0x7E00), "not that of a byte"),
