@@ -21,7 +21,8 @@ class ChatTraits(msgspec.Struct, frozen=True):
 
     def names(self, variable: str) -> bool:
         """Return whether the template contains the name of a variable or of a key of messages."""
-        return re.search(rf"\b{variable}\b", self.template) is not None
+        # Most templates lack most names, and `in` notices this much faster than the search.
+        return variable in self.template and re.search(rf"\b{variable}\b", self.template) is not None
 
     def with_effort(
         self, variables: Mapping[str, Any] | None, reasoning_effort: str | None
