@@ -338,7 +338,7 @@ def test_packets_count_the_samples_that_an_edit_list_shows(codec, skipped, shown
 
 def test_a_clip_of_too_many_packets_is_decoded_up_to_the_limit_of_the_model(monkeypatch):
     monkeypatch.setattr("mindie_mm.media.audio.packet_samples._MAX_PACKETS", 50)
-    data = encode_sound(tone(3.0), RATE, "MP3", "MPEG_LAYER_III")
+    data = encode_audio(tone(3.0), RATE, "MP3", "MPEG_LAYER_III")
     opened = open_audio(data)
     assert opened.num_in_packets is None
     assert opened.clip(RATE, 4 * RATE).num_samples == 3 * RATE
