@@ -9,7 +9,7 @@ const parser = new Marked({
   breaks: true,
   tokenizer: { html: none, tag: none },
   renderer: {
-    // A picture would be loaded from another host, so it becomes a link.
+    // An image would be loaded from another host, so it becomes a link.
     image({ href, text }) {
       return parser.parseInline(`[${text || href}](<${href}>)`);
     },
