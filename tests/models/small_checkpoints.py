@@ -27,15 +27,15 @@ VISION: Mapping[str, Any] = {
 """Configuration of a small CLIP or SigLIP tower."""
 TEXT: Mapping[str, Any] = {
     "vocab_size": 400,
-    "hidden_size": 48,
-    "intermediate_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 128,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 4096,
     "initializer_range": 0.1,
 }
-"""Configuration of a small Llama or Qwen2."""
+"""Configuration of a small Llama or Qwen2. Compiled steps of int8 need multiples of 64, and heads of 16."""
 
 
 def save_tokenizer(out: Path, special_tokens: Sequence[str], **settings: Any) -> PreTrainedTokenizerFast:

@@ -58,7 +58,7 @@ TEXT = {
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 12,
+    "head_dim": 16,
     "max_position_embeddings": 2048,
     "initializer_range": 0.15,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},

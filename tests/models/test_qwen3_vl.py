@@ -97,10 +97,10 @@ class TestQwen3VL(MindIEContract, FamilyContract):
             "num_hidden_layers": 3,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
-            "head_dim": 24,
+            "head_dim": 32,
             "intermediate_size": 128,
             "max_position_embeddings": 8192,
-            "rope_parameters": {"rope_type": "default", "mrope_section": [4, 4, 4], "rope_theta": 1e6},
+            "rope_parameters": {"rope_type": "default", "mrope_section": [6, 5, 5], "rope_theta": 1e6},
         }
         vision = {
             "depth": 3,
