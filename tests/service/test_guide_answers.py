@@ -20,7 +20,7 @@ from tests import warm
 from tests.lora_samples import linear_names, write_adapter
 from tests.namespaces import FULL_SHM, require
 from tests.service.test_snippets import SERVED_AT, curl, json_values, run, snippet
-from tools.demo import data_url, picture
+from tools.demo import data_url, draw_shape
 from tools.serving import RunningService
 
 ROOT = Path(__file__).parents[2]
@@ -204,7 +204,7 @@ def test_tensors_of_the_guide_to_render_go_from_one_server_to_the_other(
     random_checkpoint: Path, settings: dict[str, object], tmp_path: Path
 ) -> None:
     given = settings | {"enable_scale_out": True, "like": "vllm", "spool": tmp_path / "spool"}
-    url = data_url(picture("red", (220, 40, 40), "circle", x=0.4))
+    url = data_url(draw_shape("red", (220, 40, 40), "circle", x=0.4))
     part = {"type": "image_url", "image_url": {"url": url}}
     (tmp_path / "chat.json").write_text(
         json.dumps({"messages": [{"role": "user", "content": [part]}], "max_tokens": 4})
