@@ -53,6 +53,7 @@ def main(channel: ChildChannel, lifeline: Lifeline, module: str, *arguments: str
     faults.arm("fork_server", fault_folder())
     faults.point("starting")
     before = environment_now()
+    gc.disable()  # as in child.py
     devices = importlib.import_module(module).prepare(*arguments)
     _imported.update(changed_since(before))
     lifeline.leave()
@@ -60,7 +61,7 @@ def main(channel: ChildChannel, lifeline: Lifeline, module: str, *arguments: str
         error = OperationalError(f"the fork server has {num_threads} threads, but must have one")
         channel.send(msgspec.msgpack.encode(Failure.of(error)))
         return
-    gc.collect()
+    gc.enable()
     gc.freeze()  # else a garbage collection in a worker would write to all shared pages
     with suppress(EOFError, ConnectionError), socket.socket(fileno=os.dup(channel.fileno())) as sock:
         channel.send(msgspec.msgpack.encode(Ready(devices)))
