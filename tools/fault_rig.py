@@ -162,7 +162,7 @@ class Rig:
             raise TimeoutError("a process was not restarted")
         return self.processes()
 
-    def draw_shape(self, colour: str, rgb: tuple[int, int, int], shape: str) -> dict[str, Any]:
+    def image(self, colour: str, rgb: tuple[int, int, int], shape: str) -> dict[str, Any]:
         """Return an image part. Images with equal pixels get different bytes, so that no cache skips the tower."""
         self._images += 1
         note = PngImagePlugin.PngInfo()

@@ -57,7 +57,7 @@ _IMAGE_NEEDED = {
     "use_hd_transform": True,
     "with_learnable_separator": True,
 }
-_AUDIO_NEEDED = {"embedding_cls": "audio", "projection_cls": "mlp", "use_conv_downsample": False, "use_qformer": False}
+_CLIP_NEEDED = {"embedding_cls": "audio", "projection_cls": "mlp", "use_conv_downsample": False, "use_qformer": False}
 _EMBEDDING = r"model\.embed_tokens_extend\."
 _PUBLISHED = "model.embed_tokens_extend."
 _ENCODER = rf"{_EMBEDDING}audio_embed\.encoder\.encoders\.(\d+)\."
@@ -97,9 +97,9 @@ def translated(checkpoint: Checkpoint) -> Checkpoint:
     check_settings(config, _TEXT_NEEDED, where)
     embedding = _section(config, "embd_layer", where)
     check_settings(embedding, {"embedding_cls": "image_audio"}, f"{where} (embd_layer)")
-    image, audio = (_section(embedding, f"{kind}_embd_layer", where) for kind in ("image", "audio"))
+    image, clip = (_section(embedding, f"{kind}_embd_layer", where) for kind in ("image", "audio"))
     check_settings(image, _IMAGE_NEEDED, f"{where} (image_embd_layer)")
-    check_settings(audio, _AUDIO_NEEDED, f"{where} (audio_embd_layer)")
+    check_settings(clip, _CLIP_NEEDED, f"{where} (audio_embd_layer)")
     check_settings(
         audio := _section(config, "audio_processor", where), {"name": "cascades"}, f"{where} (audio_processor)"
     )
@@ -111,7 +111,7 @@ def translated(checkpoint: Checkpoint) -> Checkpoint:
         "vision_config": {**_TOWER, "crop_size": image.get("crop_size", 448), "image_token_id": tokens["image"]},
         "audio_config": {
             **_audio_config(_section(audio, "config", where), where),
-            "downsample_rate": audio.get("downsample_rate", 1),
+            "downsample_rate": clip.get("downsample_rate", 1),
             "audio_token_id": tokens["audio"],
         },
     }

@@ -84,7 +84,8 @@ class InternVLProcessor(Processor):
             "video": Placeholder((), context, (), spelled["video_token"]),
         }
         self._context, self._start, self._end = spelled["context_image_token"], start, end
-        self.vllm_tokens = {"video": checkpoint.token_id(spelled["video_token"])}
+        if (token := checkpoint.ids_of(checkpoint.tokenizer_json()).get(spelled["video_token"])) is not None:
+            self.vllm_tokens = {"video": token}
         # crop_to_patches is ignored, because the reference's processor always asks for tiles.
         image = checkpoint.preprocessor("image", {"GotOcr2ImageProcessor": _DEFAULTS})
         video = checkpoint.preprocessor("video", {"InternVLVideoProcessor": _DEFAULTS})

@@ -66,11 +66,12 @@ def place(model: MediaModel, vision: Placement, projector: Placement) -> None:
             )
         device = open_device(placement.device).torch_device if placement.device else model.spec.device
         for part in parts(model, names):
-            if placement != TOGETHER:
-                _refuse_quantized(part, what)
+            if placement == TOGETHER and _is_quantized(part):
+                continue
+            _refuse_quantized(part, what)
             own = next(part.parameters()).dtype
             dtype = kind_of(device).tower_dtype(own) if placement.bits is None else placement.dtype(own)
-            if placement != TOGETHER or (dtype != own and not _is_quantized(part)):
+            if placement != TOGETHER or dtype != own:
                 moves.append((part, device, dtype))
     for move in moves:
         _move(*move)

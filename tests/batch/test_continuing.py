@@ -199,7 +199,7 @@ def test_an_input_in_the_output_folder_is_refused(place: Path, tmp_path: Path) -
         assert f"the input {place / 'input-000.jsonl'} is inside the output folder" in message
     status, message = tokenize(place / "images", "--output", place / "images")
     assert (status, "is inside the output folder" in message) == (2, True)
-    assert sorted(path.name for path in place.iterdir()) == ["input-000.jsonl", "images"]
+    assert sorted(path.name for path in place.iterdir()) == ["images", "input-000.jsonl"]
 
 
 def test_an_output_may_be_a_link_to_a_folder(place: Path, tmp_path: Path) -> None:

@@ -349,7 +349,7 @@ def test_decoded_frames_are_not_kept():
         ([(40, 30), (60, 50)], LimitExceeded, "frame 1: the video has 60x50 = 3000 pixels; the limit is 2000"),
         ([(40, 30), (400, 300)], LimitExceeded, "frame 1: the image has 400x300 = 120000 pixels; the limit is 100000"),
         ([(40, 30)] * 5, LimitExceeded, "the video has 5 frames; the limit is 4"),
-        ([(40, 30), b"no image"], MediaError, "frame 1: the 10 bytes cannot be read as an image"),
+        ([(40, 30), b"no image"], MediaError, "frame 1: the 8 bytes cannot be read as an image"),
     ],
 )
 def test_caps_on_given_frames_are_checked_before_decoding(frames, error, message):

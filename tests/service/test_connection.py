@@ -380,7 +380,7 @@ MISTAKEN = {
     "the same host twice": (b"Host: a\r\nHost: a\r\n", b"2 Host headers"),
     "two hosts, which offer an upgrade": (b"Host: a\r\nHost: b\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n", b"2 Host"),
     **{
-        f"the host {host.decode('latin-1')}": (b"Host: %s\r\n" % host, b"not a host name")
+        f"the host {host.decode('latin-1')}": (b"Host: %s\r\n" % host, b"Host header must be a host name")
         for host in (
             b"a, b",
             b"a b",

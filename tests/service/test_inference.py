@@ -20,7 +20,7 @@ from tests.service.conftest import MiB
 from tests.vllm.checkpoints import write
 from tests.vllm.payloads import FAMILY, GENERATE, RENDER, answerable, scores, stored, tensors
 from tests.vllm.payloads import OTHERS as WITH_ANSWERS
-from tests.vllm.tensors import FAMILIES, PICTURES, chats_of
+from tests.vllm.tensors import FAMILIES, TILED, chats_of
 from tests.warm import running_service
 from tools.demo import data_url, draw_shape
 from tools.random_checkpoint import write_checkpoint
@@ -194,7 +194,7 @@ def test_other_families_answer_payloads_like_chats(family: str, tmp_path: Path) 
     ):
         for chat in chats(family):
             assert_answered_like(client, chat)
-        if family in PICTURES:
+        if family in TILED:
             payload = post(client, RENDER, STORED["one"]["chat"] | {"model": family})
             (item,) = payload["features"]["kwargs_data"]["image"]
             payload["features"]["kwargs_data"]["image"] = [_not_a_number(item)]

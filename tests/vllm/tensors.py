@@ -16,13 +16,13 @@ import msgspec
 from blake3 import blake3
 
 from tests.vllm.record import asked, rendering
-from tests.vllm.stored import MEDIA, VIDEO_FAMILIES, has_video, stored_chats
+from tests.vllm.stored import MEDIA, has_video, stored_chats
 from tools.arguments import parser
 
 STORED = Path(__file__).parent / "tensors.json"
 PATCHES = ("qwen2vl", "qwen2_5_vl", "qwen3_vl")
-PICTURES = ("internvl", "llava", "llava_next", "llava_onevision", "gemma3", "idefics3", "smolvlm")
-FAMILIES = (*PATCHES, *PICTURES)
+TILED = ("internvl", "llava", "llava_next", "llava_onevision", "gemma3", "idefics3", "smolvlm")
+FAMILIES = (*PATCHES, *TILED)
 SERVERS = {family: (family, "float32") for family in FAMILIES} | {"llava auto": ("llava", "auto")}
 """Family and --dtype of each server of vLLM whose tensors are stored."""
 
@@ -30,7 +30,7 @@ SERVERS = {family: (family, "float32") for family in FAMILIES} | {"llava auto": 
 def chats_of(family: str) -> dict[str, Any]:
     """Return the body of each chat whose tensors are stored for a family."""
     chats = stored_chats()
-    if family not in VIDEO_FAMILIES:
+    if family not in PATCHES:
         return {name: body for name, body in chats.items() if not has_video(body)}
     url = "data:video/mp4;base64," + base64.b64encode((MEDIA / "short.mp4").read_bytes()).decode()
     content = [{"type": "video_url", "video_url": {"url": url}}, {"type": "text", "text": "What?"}]
