@@ -28,7 +28,7 @@ _PICOSECONDS = 10**12
 """Picoseconds per second."""
 _MAX_SECONDS = 2**20
 
-_Size = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
+_Size = Annotated[int, msgspec.Meta(ge=1, lt=2**62)]  # numpy refuses some shapes without elements
 _Shape = Annotated[tuple[_Size, ...], msgspec.Meta(max_length=_MAX_AXES)]
 _Data = tuple[str, _Shape, Ext]
 """Dtype, shape, and bytes in little-endian order."""

@@ -101,7 +101,7 @@ class TileLayout(msgspec.Struct, frozen=True, tag="tiles"):
         dtype, bits = tensor(elements, PIXELS, DTYPES)
         if not (self.count or self.size):
             bits = bits[np.newaxis]
-        if bits.shape[1:] != (expected := (3, *self.sides)) or not len(bits):
+        if bits.shape[1:] != (expected := (3, *self.sides)):
             raise InputError(
                 f"{PIXELS} has the shape {bits.shape}; it must be [tiles, {', '.join(map(str, expected))}]"
             )

@@ -130,7 +130,7 @@ REFUSED: dict[str, tuple[TileLayout, Any, str]] = {
     "infinity": (TILES, lambda item: _bits(item, 0x7C00), "not that of a byte"),
     "bytes": (TILES, lambda item: item["pixel_values"]["data"].__setitem__(0, "uint8"), "float32 or bfloat16"),
     "other sides": (TILES, lambda item: item["pixel_values"]["data"].__setitem__(1, [2, 3, 6, 4]), "[tiles, 3, 4, 6]"),
-    "no tiles": (TILES, lambda item: item["pixel_values"].update(data=["float16", [0, 3, 4, 6], Ext(3, b"")]), "tiles"),
+    "no tiles": (TILES, lambda item: item["pixel_values"].update(data=["float16", [0, 3, 4, 6], Ext(3, b"")]), ">= 1"),
     "a mask with zeros": (
         TILES,
         lambda item: item["mask"]["data"].__setitem__(2, Ext(3, bytes(8) + item["mask"]["data"][2].data[8:])),
@@ -139,7 +139,8 @@ REFUSED: dict[str, tuple[TileLayout, Any, str]] = {
     "another mask": (TILES, lambda item: _numbers(item, "mask", [2], 1, 1), "mask has the shape"),
     "no mask": (TILES, lambda item: item.pop("mask"), "no tensor mask"),
     "another number of tiles": (TILES, lambda item: _numbers(item, "num_patches", [], 3), "num_patches is 3"),
-    "no number of tiles": (TILES, lambda item: _numbers(item, "num_patches", [0]), "must have 1 numbers"),
+    "no number of tiles": (TILES, lambda item: _numbers(item, "num_patches", [0]), ">= 1"),
+    "two numbers of tiles": (TILES, lambda item: _numbers(item, "num_patches", [2], 2, 2), "must have 1 numbers"),
     "one side": (SIZED, lambda item: _numbers(item, "image_sizes", [1], 5), "must have 2 numbers"),
     "a side of zero": (SIZED, lambda item: _numbers(item, "image_sizes", [2], 0, 5), "which are positive"),
     "a huge side": (SIZED, lambda item: _numbers(item, "image_sizes", [2], 2**60, 5), "the limit of each side"),

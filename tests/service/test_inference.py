@@ -312,6 +312,7 @@ ITEMS: dict[str, tuple[str | None, str]] = {
     "an unknown dtype": (pixels("evil", [16, 1176], RAW), "'evil'"),
     "a negative side": (pixels("uint8", [-16, -1176], RAW), "MessagePack"),
     "sides without bytes": (pixels("uint8", [2**40, 1176], RAW), "bytes"),
+    "no elements on sides beyond 64 bits": (pixels("uint8", [0, 2**61, 2**61], b""), "MessagePack"),
     "sides beyond 64 bits": (pixels("uint8", [2**40] * 8, RAW), "bytes"),
     "many axes": (pixels("uint8", [1] * 70 + [16, 1176], RAW), "MessagePack"),
     "too few bytes": (pixels("uint8", [16, 1176], RAW[:-1]), "bytes"),
