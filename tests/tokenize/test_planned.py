@@ -174,6 +174,7 @@ UNDECODED_VIDEOS = {
     "MPEG-2 in MPEG-TS": {"container": "mpegts", "codec": "mpeg2video", "options": {"bf": "2"}, "fps": 25},
     "WMV 7 in ASF": {"container": "asf", "codec": "wmv1"},
     "WMV 8 in ASF": {"container": "asf", "codec": "wmv2"},
+    "H.263 in AVI": {"container": "avi", "codec": "h263p"},
     "MS MPEG-4 in AVI": {"container": "avi", "codec": "msmpeg4"},
     "Sorenson in FLV": {"container": "flv", "codec": "flv"},
 }
@@ -181,14 +182,18 @@ UNDECODED_VIDEOS = {
 SOUND = tone(1.3, 48_000)
 UNDECODED_CLIPS = {
     "speech": speech(1),
-    **{name: encode_audio(SOUND, 48_000, name) for name in ("WAV", "FLAC", "AIFF", "CAF", "W64", "AU", "NIST")},
+    **{name: encode_audio(SOUND, 48_000, name) for name in ("WAV", "RF64", "FLAC", "AIFF", "CAF", "W64", "AU", "NIST")},
     "Opus in Ogg": encode_audio(SOUND, 48_000, "OGG", "OPUS"),
     "MP3": encode_audio(SOUND, 48_000, "MP3", "MPEG_LAYER_III"),
+    "mu-law in AU": encode_audio(SOUND, 48_000, "AU", "ULAW"),
+    "A-law in WAV": encode_audio(SOUND, 48_000, "WAV", "ALAW"),
+    "MS ADPCM in WAV": encode_audio(SOUND, 48_000, "WAV", "MS_ADPCM"),
     "ADPCM in WAV": encode_audio(SOUND, 48_000, "WAV", "IMA_ADPCM"),
     "GSM in WAV": encode_audio(SOUND, 48_000, "WAV", "GSM610"),
     "ALAC in CAF": encode_audio(SOUND, 48_000, "CAF", "ALAC_16"),
     "AAC in M4A": encode_with_ffmpeg(SOUND, 48_000, "ipod", "aac"),
     "ALAC in M4A": encode_with_ffmpeg(SOUND, 48_000, "ipod", "alac"),
+    "Opus in MP4": encode_with_ffmpeg(SOUND, 48_000, "mp4", "libopus"),
     "MP3 in MP4": encode_with_ffmpeg(SOUND, 48_000, "mp4", "libmp3lame"),
     "AAC in ADTS": encode_with_ffmpeg(SOUND, 48_000, "adts", "aac"),
     "Opus in WebM": encode_with_ffmpeg(SOUND, 48_000, "webm", "libopus"),
