@@ -2,7 +2,10 @@
 
 import asyncio
 import os
+import signal
 import stat
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator
 from io import FileIO
@@ -18,7 +21,9 @@ from aiohttp.test_utils import TestServer
 from mindie_mm.errors import InputError, LimitExceeded, MediaError
 from mindie_mm.inputs import Media
 from mindie_mm.settings.config import ServiceConfig
+from mindie_mm.shm.spool import collect_request, request_directories
 from service.request.media import MediaPolicy
+from service.request.spool_folders import PlanFolder
 
 
 async def test_media_are_numbered_in_order_by_kind(tmp_path: Path) -> None:
@@ -39,6 +44,43 @@ async def test_media_are_numbered_in_order_by_kind(tmp_path: Path) -> None:
     assert paths[0].read_bytes() == source.read_bytes()
     policy.remove(request)
     assert list(request.iterdir()) == []
+
+
+async def test_requests_that_share_the_folder_for_plans_have_files_and_limits_of_their_own(tmp_path: Path) -> None:
+    plans = PlanFolder(tmp_path / "spool")
+    policy = MediaPolicy(ServiceConfig(max_media_bytes=4))
+    places = [plans.place(), plans.place()]
+    given = zip(places, ("QUJDRA==", "RUZHSA=="), strict=True)
+    first, second = [(await policy.spool([Media("image", data)], *place))[0] for place, data in given]
+    assert (first.parent, first.read_bytes(), second.read_bytes()) == (second.parent, b"ABCD", b"EFGH")
+    policy.remove(*places[0])
+    assert (first.exists(), second.exists()) == (False, True)
+    policy.remove(*places[1])
+    plans.close()
+    assert not [*(tmp_path / "spool").iterdir()]
+
+
+_KILLED = """
+import os, signal, sys
+from pathlib import Path
+from service.request.spool_folders import PlanFolder
+
+plans = PlanFolder(Path(sys.argv[1]))
+folder, prefix = plans.place()
+(folder / f"{prefix}image-1.png").write_bytes(b"media")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_folder_for_plans_is_reclaimed_only_after_the_death_of_its_service(tmp_path: Path) -> None:
+    killed = subprocess.run([sys.executable, "-c", _KILLED, str(tmp_path)], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    (dead,) = request_directories(tmp_path)
+    plans = PlanFolder(tmp_path)
+    alive, _ = plans.place()
+    assert (collect_request(dead), collect_request(alive)) == (True, False)
+    assert [*tmp_path.iterdir()] == [alive]
+    plans.close()
 
 
 async def test_the_media_of_a_request_may_not_exceed_the_limit(tmp_path: Path) -> None:
