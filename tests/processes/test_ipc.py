@@ -21,6 +21,7 @@ from mindie_mm import errors
 from mindie_mm.errors import ArenaFull, LimitExceeded, MindieMMError, ProcessDied
 from mindie_mm.processes import ipc
 from mindie_mm.processes.ipc import Channel, Child, ChildChannel, Failure, open_channel
+from mindie_mm.processes.receiving import ReceivingChannel
 from tests.starting_worker import Begun
 from tools.random_checkpoint import write_checkpoint
 
@@ -121,6 +122,26 @@ def test_messages_to_a_dead_peer_are_dropped(
         send(channel, b"a message")
         await channel.close()
         send(channel, b"a message")
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(main())
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+@pytest.mark.parametrize("size", [0, 1, 10**6], ids=["empty", "small", "larger than the buffer"])
+def test_files_arrive_with_their_whole_message(loop: Callable[[], asyncio.AbstractEventLoop], size: int) -> None:
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        channel = await open_channel(ours)
+        with theirs:
+            for number in (1, 2):
+                message = bytes([number]) * size
+                channel.send_with(message, [theirs.fileno()])
+                received, files = await asyncio.to_thread(ReceivingChannel(theirs).receive)
+                assert (received, len(files)) == (message, 1)
+                assert os.fstat(files[0]).st_ino == os.fstat(theirs.fileno()).st_ino
+                os.close(files[0])
+            await channel.close()
 
     with asyncio.Runner(loop_factory=loop) as runner:
         runner.run(main())
