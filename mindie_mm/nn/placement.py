@@ -66,9 +66,13 @@ def place(model: MediaModel, vision: Placement, projector: Placement) -> None:
             )
         device = open_device(placement.device).torch_device if placement.device else model.spec.device
         for part in parts(model, names):
-            if placement == TOGETHER and _is_quantized(part):
+            if _is_quantized(part):
+                if placement != TOGETHER:
+                    raise InputError(
+                        f"{what}_device or {what}_bits is set, but this part is quantized and cannot be moved; leave "
+                        "the setting out"
+                    )
                 continue
-            _refuse_quantized(part, what)
             own = next(part.parameters()).dtype
             dtype = kind_of(device).tower_dtype(own) if placement.bits is None else placement.dtype(own)
             if placement != TOGETHER or dtype != own:
@@ -109,14 +113,6 @@ def _move(part: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
 
     part.register_forward_pre_hook(enter, with_kwargs=True)
     part.register_forward_hook(leave)
-
-
-def _refuse_quantized(part: nn.Module, what: str) -> None:
-    if _is_quantized(part):
-        raise InputError(
-            f"{what}_device or {what}_bits is set, but this part is quantized and cannot be moved; leave the "
-            "setting out"
-        )
 
 
 def _is_quantized(part: nn.Module) -> bool:

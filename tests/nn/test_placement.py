@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from mindie_mm.device import KINDS
+from mindie_mm.device import CPU, KINDS
 from mindie_mm.errors import DeviceError, InputError
 from mindie_mm.models import load_model
 from mindie_mm.nn.model import ModelSpec
@@ -16,6 +16,7 @@ from mindie_mm.nn.placement import Placement, place
 from mindie_mm.nn.traits import Traits
 from mindie_mm.settings.config import EngineConfig
 from mindie_mm.tokenize import Tokenizer
+from tests.conftest import KERNELS
 from tests.media_samples import photograph
 
 DTYPES = {16: torch.bfloat16, 32: torch.float32, None: torch.float32}
@@ -95,3 +96,10 @@ def test_another_precision_for_a_quantized_part_is_refused():
     packed.weight = nn.Parameter(torch.zeros(2, 2, dtype=torch.int8), requires_grad=False)
     with pytest.raises(InputError, match="quantized"):
         place(Bare(visual=packed), Placement(bits=16), Placement())
+
+
+def test_a_quantized_part_without_plain_weights_stays_as_it_is(monkeypatch):
+    monkeypatch.setenv("MINDIE_MM_KERNELS", f"{KERNELS},wide=yes")
+    part = CPU().int8_linear(nn.Linear(64, 64, bias=False, dtype=torch.bfloat16))
+    place(Bare(visual=part), Placement(), Placement())
+    assert not part._forward_hooks
