@@ -6,10 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from mindie_mm.device.cpu import wide_linear
+from mindie_mm.device.cpu import CPU, wide_linear
+from mindie_mm.device.cpu.step_memory import allocated_peak_bytes
 from mindie_mm.device.cpu.wide_linear import WideLinear, use_float32
+from mindie_mm.engine.process.largest_step import WorstCase
 from mindie_mm.models import load_model
 from mindie_mm.nn.placement import Placement
+from mindie_mm.settings.config import EngineConfig
 from mindie_mm.tokenize import Tokenizer
 from tests.conftest import KERNELS
 from tests.media_samples import photograph
@@ -78,3 +81,15 @@ def test_a_tower_runs_in_float32_unless_a_setting_determines_its_precision(rando
         model = load_model(random_checkpoint, "cpu", "bfloat16", vision=Placement(bits=bits))
         assert model.module.model.visual.blocks[0].mlp.fc1.weight.dtype == dtype
         assert model.module.model.language_model.norm.weight.dtype == torch.bfloat16
+
+
+def test_the_memory_of_float32_is_computed_also_if_there_are_adapters(random_checkpoint):
+    """Steps with adapters compute in bfloat16, which takes less memory."""
+    model = load_model(random_checkpoint, "cpu", "bfloat16")
+    worst = WorstCase(model, model.processor, CPU(), EngineConfig(max_model_len=512))
+    prefill = worst._prefill(511)
+    assert allocated_peak_bytes(prefill) < CPU().peak_bytes(prefill)()
+    (alone,) = (part.num_bytes for part in worst.step(()).parts if part.name.startswith("a prefill"))
+    model.enable_loras(1, 1)
+    (adapted,) = (part.num_bytes for part in worst.step(()).parts if part.name.startswith("a prefill"))
+    assert adapted >= alone

@@ -164,7 +164,10 @@ class WorstCase:
         # A step that computes a whole request needs no mask, so that a slightly shorter step may need more memory.
         sizes = {most, max(1, min(most, self._max_model_len - 1))}
         name = f"a prefill of {most} tokens"
-        prefill = self._part(name, [self._prefill(size) for size in sizes], settings)
+        # Steps without adapters may compute in a wider dtype, and steps with adapters have more tensors.
+        adapted = (True,) if self._model.loras is None else (True, False)
+        works = [self._prefill(size, with_loras=one) for size in sizes for one in adapted]
+        prefill = self._part(name, works, settings)
         if isinstance(self._model, Seq2SeqModel) or not self._model.spec.state_bytes:
             return [prefill]
         # A decode step copies the states of all requests in each layer.
@@ -173,7 +176,7 @@ class WorstCase:
         name, settings = f"a decode step of {rows} requests", "max_num_seqs"
         return [prefill, self._part(name, [self._decode(self._model, cache, rows, 1)], settings)]
 
-    def _prefill(self, num_tokens: int) -> Callable[[], object]:
+    def _prefill(self, num_tokens: int, *, with_loras: bool = True) -> Callable[[], object]:
         """Return a prefill of the last `num_tokens` tokens of the longest request. All tokens are media features."""
         model, spec = self._model, self._model.spec
         if isinstance(model, Seq2SeqModel):
@@ -192,6 +195,7 @@ class WorstCase:
             [Splice(np.arange(num_tokens), features)],
             PagedBatch([Chunk(start, stop, range(num_blocks), span_ids)], cache, spec.device),
             torch.arange(min(num_tokens, max(self._config.max_num_seqs, PROMPT_ROWS)), device=spec.device),
+            with_loras=with_loras,
         )
 
     def _sampling(self) -> Callable[[], Part]:
