@@ -126,7 +126,7 @@ class EngineConfig:
     projector_device: str | None = None
     """Device that runs the projector between vision tower and text model. Default: the same as the model."""
     projector_bits: int | None = None
-    """Precision of the projector in bits: 16 or 32. Default: as for the vision tower."""
+    """Precision of the projector in bits: 16 or 32. Default: the default of the vision tower."""
 
     def __post_init__(self) -> None:
         require(self)
