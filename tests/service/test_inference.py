@@ -20,7 +20,7 @@ from tests.service.conftest import MiB
 from tests.vllm.checkpoints import write
 from tests.vllm.payloads import FAMILY, GENERATE, RENDER, answerable, scores, stored, tensors
 from tests.vllm.payloads import OTHERS as WITH_ANSWERS
-from tests.vllm.tensors import FAMILIES, TILED, chats_of
+from tests.vllm.tensors import FAMILIES, TILES, chats_of
 from tests.warm import running_service
 from tools.demo import data_url, draw_shape
 from tools.random_checkpoint import write_checkpoint
@@ -194,12 +194,12 @@ def test_other_families_answer_payloads_like_chats(family: str, tmp_path: Path) 
     ):
         for chat in chats(family):
             assert_answered_like(client, chat)
-        if family in TILED:
+        if family in TILES:
             payload = post(client, RENDER, STORED["one"]["chat"] | {"model": family})
             (item,) = payload["features"]["kwargs_data"]["image"]
             payload["features"]["kwargs_data"]["image"] = [_not_a_number(item)]
             answer = client.post(GENERATE, json=payload)
-            assert (answer.status_code, "not that of a byte" in answer.text) == (400, True), answer.text
+            assert (answer.status_code, "no byte has after normalization" in answer.text) == (400, True), answer.text
         assert running.wait_until_free()["blocks"] == 0
 
 
@@ -312,7 +312,6 @@ ITEMS: dict[str, tuple[str | None, str]] = {
     "an unknown dtype": (pixels("evil", [16, 1176], RAW), "'evil'"),
     "a negative side": (pixels("uint8", [-16, -1176], RAW), "MessagePack"),
     "sides without bytes": (pixels("uint8", [2**40, 1176], RAW), "bytes"),
-    "no elements on sides beyond 64 bits": (pixels("uint8", [0, 2**61, 2**61], b""), "MessagePack"),
     "sides beyond 64 bits": (pixels("uint8", [2**40] * 8, RAW), "bytes"),
     "many axes": (pixels("uint8", [1] * 70 + [16, 1176], RAW), "MessagePack"),
     "too few bytes": (pixels("uint8", [16, 1176], RAW[:-1]), "bytes"),
@@ -325,7 +324,7 @@ ITEMS: dict[str, tuple[str | None, str]] = {
     "a grid of zeros": (grid(0, 4, 4), "below 1"),
     "a negative grid": (grid(1, -4, -4), "below 1"),
     "a huge grid": (grid(2**62, 2**62, 4), "needs the shape"),
-    "a grid of two numbers": (grid(4, 4), "must have 3 numbers"),
+    "a grid of two numbers": (grid(4, 4), "must have 3 positive numbers"),
     "a grid that does not merge": (grid(1, 1, 16), "no image with these sizes"),
     "a grid of several frames": (grid(16, 1, 1), "no image with these sizes"),
     "an image above the limit": (large(), "limit of this model"),

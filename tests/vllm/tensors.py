@@ -21,8 +21,9 @@ from tools.arguments import parser
 
 STORED = Path(__file__).parent / "tensors.json"
 PATCHES = ("qwen2vl", "qwen2_5_vl", "qwen3_vl")
-TILED = ("internvl", "llava", "llava_next", "llava_onevision", "gemma3", "idefics3", "smolvlm")
-FAMILIES = (*PATCHES, *TILED)
+TILES = ("internvl", "llava", "llava_next", "llava_onevision", "gemma3", "idefics3", "smolvlm")
+FAMILIES = (*PATCHES, *TILES)
+"""Families whose tensors are stored. Those in `PATCHES` also have tensors of videos."""
 SERVERS = {family: (family, "float32") for family in FAMILIES} | {"llava auto": ("llava", "auto")}
 """Family and --dtype of each server of vLLM whose tensors are stored."""
 

@@ -14,7 +14,7 @@ from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.requests import TokenizeRequest
 from service.render.answer import Tensors, features, like_vllm
-from tests.vllm.tensors import SERVERS, STORED, TILED, chats_of, items_of
+from tests.vllm.tensors import SERVERS, STORED, TILES, chats_of, items_of
 
 STORED_TENSORS = json.loads(STORED.read_text())
 REFUSED = {"min_pixels and max_pixels"}
@@ -42,7 +42,7 @@ def test_tensors_equal_vllms(server: str, tmp_path: Path) -> None:
             try:
                 (plan,) = tokenizer.run(tokenizer.prompts.plan([request], fill=True))
             except InputError:
-                different += [] if name in REFUSED | (OF_SIZES if family in TILED else set()) else [name]
+                different += [] if name in REFUSED | (OF_SIZES if family in TILES else set()) else [name]
                 continue
             found = features(plan, [""] * len(plan.spans), tensors)
             release(path_file)
