@@ -196,7 +196,7 @@ def _has_files(folder: Path | str) -> bool:
 
 
 def _named(inputs: Any, name: str, media: MediaCaps) -> tuple[tuple[str, ...], dict[str, Write]]:
-    """Return the input names that a run records, and by name, functions that write rows given as Python objects."""
+    """Return the names of the inputs that a run records. For rows given as Python objects, also return their writer."""
     paths = [inputs] if isinstance(inputs, str | os.PathLike) else inputs
     if isinstance(paths, list | tuple) and paths and all(isinstance(one, str | os.PathLike) for one in paths):
         return tuple(input_named(one) for given in map(os.fspath, paths) for one in matching(given)), {}

@@ -47,7 +47,7 @@ def open_device(name: str = "auto") -> Device:
 
     """
     if not isinstance(name, str):
-        raise InputError(f"device is a {type(name).__name__}; it must be a string")
+        raise InputError(f"device is of type {type(name).__name__}; it must be a string")
     if name == "auto":
         return _first_available()()
     if match := _NAME.fullmatch(name):

@@ -90,7 +90,7 @@ def family_named(name: str) -> type[Family]:
 
 def _named_of(name: str, entries: Mapping[str, EntryPoint]) -> type[Family]:
     if not isinstance(name, str):
-        raise InputError(f"family is a {type(name).__name__}; it must be a string")
+        raise InputError(f"family is of type {type(name).__name__}; it must be a string")
     if name in entries:
         return _loaded(entries[name])
     if name not in _own_names():
@@ -404,9 +404,9 @@ def _require_types(weights: str, vision: Placement, projector: Placement, ends: 
         raise InputError(f"weights={weights!r} must be auto or int8")
     for name, placement in (("vision", vision), ("projector", projector)):
         if not isinstance(placement, Placement):
-            raise InputError(f"{name} is a {type(placement).__name__}; it must be a Placement")
+            raise InputError(f"{name} is of type {type(placement).__name__}; it must be a Placement")
     if ends is not None and not (isinstance(ends, list | tuple) and all(type(one) is int for one in ends)):
-        raise InputError(f"end_token_ids is a {type(ends).__name__}; it must be a list of integers")
+        raise InputError(f"end_token_ids is of type {type(ends).__name__}; it must be a list of integers")
 
 
 def _dtype(dtype: str | torch.dtype, checkpoint: Checkpoint, device: Device) -> torch.dtype:

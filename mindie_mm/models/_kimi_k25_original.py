@@ -1,7 +1,7 @@
 """Checkpoints of Kimi K2.5 in the layout of moonshotai, whose configuration and tokenizer classes are remote code.
 
-transformers itself knows the published names of the weights. Keys and tokens are those of configuration_kimi_k25.py,
-kimi_k25_processor.py and tokenization_kimi.py.
+transformers knows the published names of the weights. The keys of config.json and the control tokens are taken from
+configuration_kimi_k25.py, kimi_k25_processor.py and tokenization_kimi.py of the checkpoint.
 """
 
 from __future__ import annotations

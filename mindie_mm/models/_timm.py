@@ -24,7 +24,8 @@ from mindie_mm.processes.stand_in_modules import StandInFinder
 def require_timm() -> None:
     """Raise UnsupportedCheckpoint unless timm is installed.
 
-    If torchvision is installed as well, transformers' configuration classes import timm, so import it here.
+    If torchvision is installed as well, transformers' configuration classes import timm. Import it before they do,
+    because `import_timm` provides stand-ins for a torchvision that cannot be imported.
     """
     _check_installed()
     from transformers.utils.import_utils import is_timm_available  # late, like all of transformers

@@ -73,9 +73,9 @@ class _Crops:
     padded: tuple[int, int]
     """Height and width of the image with the padding at its right and its bottom."""
     whole: tuple[int, int]
-    """Height and width of the image that is resized for the overview."""
+    """Height and width of the overview in pixels. The image is resized to this size."""
     canvas: tuple[int, int]
-    """Height and width of the image that is resized for the crops."""
+    """Height and width in pixels that the image is resized to before it is cropped."""
     window: int
     """Side of a crop in pixels. 0 means that there are none."""
 
@@ -207,7 +207,10 @@ class Step3p7Processor(Processor):
 
 
 def _snapped(side: int, window: int) -> int:
-    """Return the multiple of `window` that replaces the length of a side. A shorter side stays as it is."""
+    """Round a side to a multiple of `window`: up if more than a fifth of a window is left over, otherwise down.
+
+    A side that is shorter than `window` stays as it is.
+    """
     return window * (side // window + (side % window > 0.2 * window)) if side >= window else side
 
 

@@ -414,7 +414,7 @@ def _is_mixture(mlp: nn.Module) -> bool:
 
 
 def _mixed(mixture: nn.Module, rows: Tensor) -> Tensor:
-    """Return the output of a mixture of experts, which takes a batch axis, for rows [T, hidden]."""
+    """Run a mixture of experts on rows [T, hidden]. transformers' mixtures need a batch axis, so add and remove one."""
     mixed: Tensor = mixture(rows.unsqueeze(0))
     return mixed.view(rows.shape)
 

@@ -18,6 +18,7 @@ from msgspec.msgpack import Ext
 from numpy.typing import NDArray
 
 from mindie_mm.errors import InputError, MediaError
+from mindie_mm.inputs.checks import counted
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -72,7 +73,7 @@ class Patches:
     """An item that was read, with its patches as vLLM has them."""
 
     stated: tuple[int, ...]
-    """`Plan.grid` of the item, as the tensors state it. The argument of `Processor.vllm_shape`."""
+    """`Plan.grid` of the item, as the tensors state it. Argument of `Processor.vllm_shape`."""
     pixels: NDArray[np.uint8]
     """uint8 [t * h * w, 3, temporal, patch * patch]."""
 
@@ -96,8 +97,9 @@ class PatchLayout(msgspec.Struct, frozen=True, tag="patches"):
     """vLLM's name of the time between two patches in seconds. In `Plan.grid`, it follows the number of patches, in
     picoseconds. Empty if the grid has no time."""
     times: str = ""
-    """vLLM's name of the times of the patches along time in seconds. In `Plan.grid`, they follow the number of patches,
-    in tenths. vLLM has more digits, but it only writes tenths into prompts. Empty if the grid has no times."""
+    """vLLM's name of a tensor with the time of each temporal patch in seconds. In `Plan.grid`, the times follow the
+    number of patches, in tenths of a second. vLLM has more digits, but writes only tenths into prompts. Empty if the
+    grid has no times."""
 
     def num_bytes(self, num_features: int, block_bytes: int) -> int:
         """Return the size in bytes of vLLM's tensors of an item. `block_bytes` is the size of its block."""
@@ -149,13 +151,13 @@ class PatchLayout(msgspec.Struct, frozen=True, tag="patches"):
         return (round(number * _PICOSECONDS),)
 
     def _tenths(self, elements: Mapping[str, Element], count: int) -> tuple[int, ...]:
-        """Return the times of the patches along time in tenths of a second, if the grid has them."""
+        """Return the times of the temporal patches in tenths of a second, if the grid has them."""
         if not self.times:
             return ()
         seconds = _parsed(elements, self.times, _seconds_decoder)
         if len(seconds) != count:
             raise InputError(f"{self.times} has {len(seconds)} times, but {self.grid} begins with {count}")
-        # The text is the same as in the prompt, where tenths are rounded in decimal.
+        # Format the time as vLLM does for the prompt, because round() may give another tenth.
         return tuple(int(f"{time:.1f}".replace(".", "")) for time in seconds)
 
     def write(self, item: Patches, arrays: Arrays) -> None:
@@ -175,11 +177,11 @@ class PatchLayout(msgspec.Struct, frozen=True, tag="patches"):
 
 
 BATCHED = ["batched", {"keep_on_cpu": True}]
-"""Field of a small tensor, of which vLLM makes a row for each item."""
+"""`WrittenElement.field` of a small tensor. vLLM stacks the tensors of several items, one row per item."""
 
 
 def flat(num_rows: int) -> list[Any]:
-    """Return the field of a tensor whose rows vLLM concatenates with those of other items.
+    """Return `WrittenElement.field` of a tensor whose rows vLLM concatenates with those of other items.
 
     vLLM's `slices` also have the rows of items that it preprocessed with this one, but it does not read them.
     """
@@ -187,7 +189,7 @@ def flat(num_rows: int) -> list[Any]:
 
 
 def element(array: NDArray[Any], field: list[Any], dtype: str = "") -> WrittenElement:
-    """Return a tensor of an item. `dtype` is given if numpy lacks it, and the array has its bits."""
+    """Return a tensor of an item. `dtype` is the name of a dtype that numpy lacks; `array` then has the bits."""
     return WrittenElement((dtype or str(array.dtype), array.shape, Ext(_RAW, array.data.cast("B"))), field)
 
 
@@ -209,7 +211,7 @@ def numbers(elements: Mapping[str, Element], key: str, count: int) -> tuple[int,
     _, found = tensor(elements, key, {"int64": "<i8"})
     if found.size != count or found.ndim > 1 or found.min() < 1:
         raise InputError(
-            f"{key} has the shape {found.shape} or numbers below 1; it must have {count} numbers, which are positive"
+            f"{key} has the shape {found.shape} or numbers below 1; it must have {counted(count, 'positive number')}"
         )
     return tuple(found.reshape(-1).tolist())
 

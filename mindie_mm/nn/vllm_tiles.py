@@ -32,7 +32,7 @@ class Tiles:
     """An item that was read, with its pixels as vLLM has them."""
 
     stated: tuple[int, ...]
-    """Number of tiles, and the height and width of the original image in pixels if they are stated. The argument of
+    """Number of tiles, and the height and width of the original image in pixels if they are stated. Argument of
     `Processor.vllm_shape`."""
     dtype: str
     bits: NDArray[Any]
@@ -43,10 +43,10 @@ class Tiles:
 
 
 class TileLayout(msgspec.Struct, frozen=True, tag="tiles"):
-    """The tensors of an image that a block has as tiles of one size, uint8 [tiles, height, width, 3].
+    """The layout of vLLM's tensors of an image whose block contains tiles of one size, uint8 [tiles, height, width, 3].
 
-    vLLM's tiles have the axes (channel, row, column). If there is neither `count` nor `size`, an item is one tile, and
-    its pixels have no axis of tiles.
+    vLLM's tiles have the axes (channel, row, column). If `count` and `size` are empty, an item is one tile, and its
+    pixels have no axis of tiles.
     """
 
     values: bytes
@@ -60,7 +60,8 @@ class TileLayout(msgspec.Struct, frozen=True, tag="tiles"):
     size: str = ""
     """vLLM's name of the height and width of the original image, which are the first numbers of `Plan.grid`."""
     mask: str = ""
-    """vLLM's name of a mask with a 1 for each pixel of an image. Blocks have no pixels beside images."""
+    """vLLM's name of a mask that is 1 at the pixels of the image and 0 at padding. It is 1 everywhere, because tiles in
+    blocks have no padding."""
     constants: Mapping[str, int] = {}
     """Numbers of the checkpoint that every item has, by their names in vLLM."""
 
@@ -117,12 +118,14 @@ class TileLayout(msgspec.Struct, frozen=True, tag="tiles"):
         return Tiles((len(bits), *size), dtype, bits)
 
     def _require_whole(self, elements: Mapping[str, Element], num_tiles: int) -> None:
-        """Raise InputError if a pixel of a tile does not belong to the image."""
+        """Raise InputError if the mask says that a pixel of a tile is padding."""
         _, mask = tensor(elements, self.mask, {"int64": "<i8"})
         if mask.shape != (expected := (num_tiles, *self.sides)):
-            raise InputError(f"{self.mask} has the shape {mask.shape}; it must be {expected}, as the tiles have")
+            raise InputError(f"{self.mask} has the shape {mask.shape}; it must be {expected}, the shape of the tiles")
         if zeros := mask.size - np.count_nonzero(mask):
-            raise InputError(f"{self.mask} has zeros at {zeros} pixels; tiles must be whole")
+            raise InputError(
+                f"{self.mask} has zeros at {zeros} pixels; it must be 1 everywhere, because tiles are whole"
+            )
 
     def write(self, item: Tiles, arrays: Arrays) -> None:
         """Write an item that was read to the arrays of its block.
@@ -130,13 +133,15 @@ class TileLayout(msgspec.Struct, frozen=True, tag="tiles"):
         vLLM pads an item with tiles of zeros to the number of tiles of another item of its prompt. They are left out.
 
         Raises:
-            InputError: There are too few tiles, a tile that is left out is not zero, or a value is not that of a byte.
+            InputError: There are too few tiles, a tile that is left out is not zero, or a value is not the normalized
+                value of a byte.
 
         """
         stored = arrays[PIXELS]
         if len(item.bits) < len(stored) or item.bits[len(stored) :].any():
             raise InputError(
-                f"{PIXELS} has {len(item.bits)} tiles; an image of this size has {len(stored)}, and further ones are 0"
+                f"{PIXELS} has {len(item.bits)} tiles; an image of this size has {len(stored)}, and further tiles must "
+                "contain only zeros"
             )
         table, bytes_of = _tables(self.values, item.dtype)
         found = np.empty(self.sides, np.uint8)
@@ -146,8 +151,8 @@ class TileLayout(msgspec.Struct, frozen=True, tag="tiles"):
                 if (wrong := np.take(table[channel], found, mode="wrap") != bits).any():
                     row, column = np.argwhere(wrong)[0].tolist()
                     raise InputError(
-                        f"{PIXELS} has a value at row {row}, column {column} and channel {channel} that is not that of "
-                        f"a byte in {item.dtype}; normalize images as the checkpoint states"
+                        f"{PIXELS} has a value at row {row}, column {column} and channel {channel} that no byte has "
+                        f"after normalization in {item.dtype}; normalize images as the checkpoint states"
                     )
                 place[..., channel] = found
 
@@ -169,10 +174,11 @@ def dtype_of(config: Mapping[str, Any]) -> str:
 
 @lru_cache(maxsize=8)
 def _tables(values: bytes, dtype: str) -> tuple[NDArray[Any], NDArray[np.uint8]]:
-    """Return the bits of the normalized value of each byte, [3, 256], and the byte of each possible value.
+    """Return the bits of the normalized value of each byte, [3, 256], and the byte of each normalized value.
 
-    The second table, uint8 [3, keys], has no mark for other values, so a found byte must be looked up again. If two
-    bytes have the same value in a dtype, either of them is the pixel, because models see no difference.
+    The second table, uint8 [3, keys], also has a byte for values that no byte is normalized to. Callers must therefore
+    look the byte up in the first table. If two bytes have the same value in a dtype, the second table has the higher
+    one, because models see no difference.
     """
     floats = np.frombuffer(values, "<f4").reshape(3, 256)
     bits = _rounded(floats, dtype)
@@ -184,7 +190,7 @@ def _tables(values: bytes, dtype: str) -> tuple[NDArray[Any], NDArray[np.uint8]]
 
 
 def _rounded(floats: NDArray[np.float32], dtype: str) -> NDArray[Any]:
-    """Return the bits of floats in a dtype. Ties are rounded to even, as in torch."""
+    """Round floats to a dtype and return their bits. Ties are rounded to even, as in torch."""
     if dtype == "float16":
         return floats.astype("<f2").view("<u2")
     bits = floats.view("<u4")
@@ -195,5 +201,5 @@ def _rounded(floats: NDArray[np.float32], dtype: str) -> NDArray[Any]:
 
 
 def _shift(dtype: np.dtype[Any]) -> int:
-    """Return how many low bits of a value are dropped in the key of a table: those of float32 beyond float16's."""
+    """Return how many low bits of a value its key in a table omits: those that float32 has and float16 lacks."""
     return 13 if dtype.itemsize == 4 else 0

@@ -133,4 +133,4 @@ def free(ref: Ref) -> None:
 
 def _require_ref(ref: Ref) -> None:
     if not isinstance(ref, Ref):
-        raise InputError(f"ref is a {type(ref).__name__}; it must be a Ref, such as those of Prompt.refs()")
+        raise InputError(f"ref is of type {type(ref).__name__}; it must be a Ref, such as those of Prompt.refs()")

@@ -79,7 +79,7 @@ class _Emptiness:
 
 
 def refuse_endless(grammar: str) -> None:
-    """Raise InputError if each text of a Lark grammar is endless, because its rules require themselves.
+    """Raise InputError if a Lark grammar matches no finite text, because its rules require themselves.
 
     llguidance accepts such a grammar. A grammar with syntax that this module does not read is not checked.
     """

@@ -474,7 +474,7 @@ def _fitted(prompt: Prompt, options: PromptOptions) -> tuple[Prompt, slice]:
 
 
 def _around(item: PlannedItem, ids: Sequence[int], start: int, stop: int) -> tuple[int, int]:
-    """Return the number of ids of a spelling, ids [start, stop), before its first and after its last placeholder."""
+    """Return how many ids in [start, stop), the ids of an item, precede its first and follow its last placeholder."""
     own = [index for index in range(start, stop) if ids[index] == item.placeholder.token]
     return (own[0] - start, stop - 1 - own[-1]) if own else (0, 0)
 

@@ -163,8 +163,8 @@ class Tokenizer:
                 are no longer needed. The default is dirname(dirname(first media path))/shm_name.txt.
             webui: Whether texts may contain images in the format of text-generation-webui, `<img
                 src="data:image/jpeg;base64,...">`.
-            parse_special: Whether control tokens in texts, such as `<|im_start|>`, are control tokens, except those of
-                media items. If it is false, they are encoded as plain text. By default, the value that
+            parse_special: Whether the spelling of a control token in a text, such as `<|im_start|>`, becomes the token,
+                except for tokens of media items. If not, it is encoded as plain text. By default, the value that
                 `from_pretrained` got.
 
         Returns:

@@ -145,7 +145,7 @@ class JsonCallParser(ToolCallParser, ABC):
         return without_control_characters(held)
 
     def _rest_follows(self) -> Step[bool]:
-        """Read the rest of a call after its arguments, and return whether this is the rest of a call."""
+        """Read the text after the arguments of a call, and return whether it completes the call."""
         if (yield from self.rest_follows(self.call_ends())):
             return True
         if not (yield from self.accept("}")):

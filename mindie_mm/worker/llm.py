@@ -172,9 +172,9 @@ class LLM:
                 `get_default_sampling_params`.
             chat_template: Whether to format each input as one user turn with the checkpoint's chat template. Token ids
                 are not changed.
-            parse_special: Whether control tokens in texts, such as `<|im_start|>`, are control tokens, except those of
-                media items. If it is false, they are encoded as plain text, as with a template. By default, the setting
-                `WorkerConfig.parse_special`. True requires `chat_template=False`.
+            parse_special: Whether the spelling of a control token in a text, such as `<|im_start|>`, becomes the token,
+                except for tokens of media items. If not, it is encoded as plain text, as with a template. By default,
+                the setting `WorkerConfig.parse_special`. True requires `chat_template=False`.
             webui: Whether texts may contain images in the format of text-generation-webui, `<img
                 src="data:image/jpeg;base64,...">`.
             on_error: "raise" raises the first error after all inputs are done. "return" stores the error of an input in

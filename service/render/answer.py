@@ -57,7 +57,7 @@ class GenerateRequest(TypedDict):
     token_ids: Annotated[msgspec.Raw, json_of(list[int])]
     token_offsets: None
     features: Features | None
-    """Media of the prompt, or null for text."""
+    """Media of the prompt, or null if it has none."""
     content_parts: None
     sampling_params: dict[str, Any]
     """Sampling parameters that differ from vLLM's defaults, and always `max_tokens`."""

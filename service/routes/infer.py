@@ -87,8 +87,8 @@ class InferParameters(Settings):
     cache_salt: CacheSalt | None = None
     """Has the same meaning as in `GenerationBody`."""
     parse_special: bool | None = None
-    """True if control tokens in texts without a chat template are control tokens, except those of media items. If not,
-    they are plain text. Default: `--parse-special`."""
+    """True if the spelling of a control token becomes the token in texts without a chat template, except for tokens of
+    media items. If not, it is plain text. Default: `--parse-special`."""
     details: bool | None = None
     timeout: Annotated[int, Field(ge=1, le=3600), WHOLE] | None = None
     """Maximum time for the answer, in seconds."""

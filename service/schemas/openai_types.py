@@ -243,8 +243,8 @@ class CompletionBody(GenerationBody):
     add_special_tokens: bool | None = None
     """Add the tokenizer's special tokens, such as BOS, to texts that do not have them. Default: true."""
     parse_special: bool | None = None
-    """True if control tokens in text, such as `<|im_start|>`, are control tokens, except those of media items. If
-    not, they are plain text. Default: `--parse-special`."""
+    """True if the spelling of a control token in text, such as `<|im_start|>`, becomes the control token, except for
+    tokens of media items. If not, it is plain text. Default: `--parse-special`."""
     logprobs: Logprobs | None = None
 
     def prompts(self) -> list[str | list[int]]:

@@ -125,9 +125,9 @@ def _numbers(item: Item, name: str, shape: list[int], *numbers: int) -> None:
 
 REFUSED: dict[str, tuple[TileLayout, Any, str]] = {
     "a value between two bytes": (TILES, lambda item: _bits(item, 0x3BFF), "at row 3, column 5 and channel 2"),
-    "a value above white": (TILES, lambda item: _bits(item, 0x3C01), "not that of a byte in float16"),
-    "not a number": (TILES, lambda item: _bits(item, 0x7E00), "not that of a byte"),
-    "infinity": (TILES, lambda item: _bits(item, 0x7C00), "not that of a byte"),
+    "a value above white": (TILES, lambda item: _bits(item, 0x3C01), "no byte has after normalization in float16"),
+    "not a number": (TILES, lambda item: _bits(item, 0x7E00), "no byte has after normalization"),
+    "infinity": (TILES, lambda item: _bits(item, 0x7C00), "no byte has after normalization"),
     "bytes": (TILES, lambda item: item["pixel_values"]["data"].__setitem__(0, "uint8"), "float32 or bfloat16"),
     "other sides": (TILES, lambda item: item["pixel_values"]["data"].__setitem__(1, [2, 3, 6, 4]), "[tiles, 3, 4, 6]"),
     "no tiles": (TILES, lambda item: item["pixel_values"].update(data=["float16", [0, 3, 4, 6], Ext(3, b"")]), ">= 1"),
@@ -140,9 +140,9 @@ REFUSED: dict[str, tuple[TileLayout, Any, str]] = {
     "no mask": (TILES, lambda item: item.pop("mask"), "no tensor mask"),
     "another number of tiles": (TILES, lambda item: _numbers(item, "num_patches", [], 3), "num_patches is 3"),
     "no number of tiles": (TILES, lambda item: _numbers(item, "num_patches", [0]), ">= 1"),
-    "two numbers of tiles": (TILES, lambda item: _numbers(item, "num_patches", [2], 2, 2), "must have 1 numbers"),
-    "one side": (SIZED, lambda item: _numbers(item, "image_sizes", [1], 5), "must have 2 numbers"),
-    "a side of zero": (SIZED, lambda item: _numbers(item, "image_sizes", [2], 0, 5), "which are positive"),
+    "two numbers of tiles": (TILES, lambda item: _numbers(item, "num_patches", [2], 2, 2), "must have 1 positive number"),
+    "one side": (SIZED, lambda item: _numbers(item, "image_sizes", [1], 5), "must have 2 positive numbers"),
+    "a side of zero": (SIZED, lambda item: _numbers(item, "image_sizes", [2], 0, 5), "positive numbers"),
     "a huge side": (SIZED, lambda item: _numbers(item, "image_sizes", [2], 2**60, 5), "the limit of each side"),
 }
 

@@ -76,7 +76,10 @@ class RunFolder:
         """Copy files to the store, in this order, if they exist. They are finished, and will not be changed."""
 
     def put_shard(self, arrays: Path, table: Path, name: str) -> None:
-        """Copy the files of a finished shard to the store. The table, whose final name is `name`, comes last."""
+        """Copy the files of a finished shard to the store. `name` is the final name of the table.
+
+        The table comes last, because a shard counts as complete if the store has its table.
+        """
 
     def free(self, arrays: Path) -> None:
         """Free the disk space of a file of arrays that is in the store."""

@@ -1,7 +1,7 @@
 """Linear layers in bfloat16 whose products are computed in float32.
 
-Intel's processors without AMX multiply bfloat16 at half the rate of float32 (docs/lab-notes.md). Converting the weight
-in blocks that fit into the cache takes less time.
+Intel's processors without AMX multiply bfloat16 at half the rate of float32 (docs/lab-notes.md). It is faster there to
+convert the weight to float32 first, in blocks that fit into the cache.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class WideLinear(nn.Module):
 
 
 def use_float32(module: nn.Module) -> None:
-    """Multiply in float32 in the linear layers of `module` in bfloat16 if this is faster on this processor."""
+    """Let the bfloat16 linear layers of `module` multiply in float32 if this is faster on this processor."""
     if not choose("wide", pays):
         return
     for part in module.modules():

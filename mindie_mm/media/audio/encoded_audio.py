@@ -130,7 +130,7 @@ class EncodedAudio:
         return cls(rate, data, most, max_pixels, stated, padding_s, declared_s, number)
 
     def clip(self, rate: int, max_samples: int) -> Clip:
-        """Return the clip at `rate` Hz. It is decoded if the samples of its packets were not counted, or are too few.
+        """Return the clip at `rate` Hz. It is decoded now if its packets were not counted or have too few samples.
 
         Raises:
             MediaError, LimitExceeded: In the same cases as `decode`. If the clip is not decoded yet, `Clip.decode`

@@ -49,7 +49,7 @@ class UsmSettings:
     highest: float
     """Frequency in Hz at which the last mel filter ends."""
     scale: float
-    """Factor for samples."""
+    """Number that samples are multiplied by."""
     floor: float
     """Number that is added before the logarithm if `semicausal`, and otherwise the minimum before the logarithm."""
     preemphasis: float

@@ -126,7 +126,7 @@ def read_config(folder: Path) -> tuple[AdapterConfig, bytes]:
     except (ValueError, RecursionError) as error:
         raise UnsupportedCheckpoint(f"{file} is not JSON: {error}") from error
     if not isinstance(given, dict):
-        raise UnsupportedCheckpoint(f"{file} is a {type(given).__name__}; it must be an object")
+        raise UnsupportedCheckpoint(f"{file} is of type {type(given).__name__}; it must be an object")
     return _checked(file, given), data
 
 

@@ -146,7 +146,7 @@ def _read(checkpoint: Checkpoint, packing: Format | None) -> Iterator[tuple[str,
 def _plain(
     checkpoint: Checkpoint, name: str, weight: Tensor | PackedWeight, expected: Container[str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the plain weights that a weight stands for. Layers such as nn.MultiheadAttention need them."""
+    """Yield a weight as plain tensors, by name. Layers such as nn.MultiheadAttention cannot use packed weights."""
     if isinstance(weight, Tensor):
         require_floats(checkpoint, name, weight.dtype)
         yield name, weight

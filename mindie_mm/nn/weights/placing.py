@@ -137,7 +137,7 @@ class Placing:
             layer.weight = None
             if weight.has_bias:
                 layer.bias = None
-            # transformers must not initialize the missing weight. Some modules initialize the weights of their layers.
+            # transformers must not initialize the missing weight, neither by itself nor through the parent module.
             parent: Any = model.get_submodule(path.rpartition(".")[0])
             layer._is_hf_initialized = True  # noqa: SLF001
             if not [*parent.buffers(recurse=False)]:

@@ -221,9 +221,9 @@ def _unpack(payload: int) -> tuple[str, tuple[int, ...]]:
     code = (payload >> 50) & 0xF
     num_dims = (payload >> 47) & 0x7
     if code >= len(spec.DTYPES):
-        raise ValueError(f"the dtype code {code} is not below {len(spec.DTYPES)}")
+        raise ValueError(f"the dtype code is {code}; it must be below {len(spec.DTYPES)}")
     if not 1 <= num_dims <= spec.MAX_DIMS:
-        raise ValueError(f"the number of dimensions {num_dims} is not in [1, {spec.MAX_DIMS}]")
+        raise ValueError(f"the number of dimensions is {num_dims}; it must be in [1, {spec.MAX_DIMS}]")
     return spec.DTYPES[code], _unpack_dims(payload & ((1 << DIMS_BITS) - 1), num_dims)
 
 

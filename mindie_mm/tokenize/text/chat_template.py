@@ -421,7 +421,7 @@ def _parts(turn: Mapping[str, Any]) -> list[Any]:
 
 
 def _with_texts(turn: Mapping[str, Any], mark: str) -> dict[str, Any]:
-    """Replace each item of embeddings of text tokens with text, so that templates treat it like text."""
+    """Replace each item of text embeddings with the text `mark`, because templates know only text and media."""
     given = {"type": "text", "text": mark}
     parts = [given if part["type"] == PROMPT else part for part in _parts(turn)]
     return {**turn, "content": parts or turn["content"]}

@@ -155,9 +155,11 @@ class SealedTokenizer:
         return (self._control_ids[text],) in [self._id_of.get(index) for index in ids]
 
     def _copied(self, normalized: Mapping[str, bool]) -> tuple[Tokenizer, Mapping[int, tuple[int, ...]]]:
-        """Return the copy, and the ids of the tokenizer for each added id of the copy.
+        """Return the copy of the tokenizer, and a mapping from its added ids to ids of the original.
 
-        `normalized` replaces this flag of some control tokens.
+        Args:
+            normalized: Flag `normalized` of control tokens whose copy has another one than the original.
+
         """
         copy = Tokenizer(self._tokenizer.model)
         copy.normalizer = self._tokenizer.normalizer

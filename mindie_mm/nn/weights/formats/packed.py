@@ -41,7 +41,7 @@ class PackedWeight(ABC):
         """Return a linear layer on `device`. `bias` is the bias of the layer that it replaces."""
 
     def of_experts(self, transposed: bool) -> Sequence[PackedWeight]:
-        """Return the weight of each expert, or of a weight with two axes nothing.
+        """Return the weights of the single experts. Return nothing for a weight with two axes.
 
         Args:
             transposed: True if the joined weights are [experts, inputs, outputs].
