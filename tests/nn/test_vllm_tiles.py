@@ -140,7 +140,7 @@ REFUSED: dict[str, tuple[TileLayout, Any, str]] = {
     "no mask": (TILES, lambda item: item.pop("mask"), "no tensor mask"),
     "another number of tiles": (TILES, lambda item: _numbers(item, "num_patches", [], 3), "num_patches is 3"),
     "no number of tiles": (TILES, lambda item: _numbers(item, "num_patches", [0]), ">= 1"),
-    "two numbers of tiles": (TILES, lambda item: _numbers(item, "num_patches", [2], 2, 2), "must have 1 positive number"),
+    "two numbers of tiles": (TILES, lambda item: _numbers(item, "num_patches", [2], 2, 2), "must have 1 positive"),
     "one side": (SIZED, lambda item: _numbers(item, "image_sizes", [1], 5), "must have 2 positive numbers"),
     "a side of zero": (SIZED, lambda item: _numbers(item, "image_sizes", [2], 0, 5), "positive numbers"),
     "a huge side": (SIZED, lambda item: _numbers(item, "image_sizes", [2], 2**60, 5), "the limit of each side"),
