@@ -31,7 +31,7 @@ pytest_plugins = ["tests.ascend.counted", "tests.checkpoints", "tests.own_shm", 
 # If an assertion of these modules fails, pytest shows the compared values, as it does for test modules.
 pytest.register_assert_rewrite("tests.models.contract", "tests.models.mindie_contract", "tests.models.seq2seq_contract")
 
-KERNELS = "onednn=no,blocks=no,wide=no,fused=yes,step=best,bfloat16=yes"
+KERNELS = "onednn=no,blocks=no,wide=no,fused=yes,step=best,bfloat16=no"
 """Choices between kernels for all tests, so that no test depends on the processor. Every processor that
 the tests run on supports these choices. tests/device/test_choices.py covers the others."""
 

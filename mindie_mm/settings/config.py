@@ -55,9 +55,10 @@ class EngineConfig:
     """Device that runs the model: auto, npu, cuda or cpu, or one of several devices, such as npu:3 or cuda:1. auto
     chooses an accelerator if there is one."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Data type of weights and activations: auto, float32, bfloat16 or float16. auto: float32 on the CPU, else the
-    checkpoint's data type. Also that of normalized pixels in tensors of /render. auto: that of vLLM, which takes
-    bfloat16 instead of float32."""
+    """Data type of weights and activations: auto, float32, bfloat16 or float16. auto: the checkpoint's data type. On a
+    CPU, auto is bfloat16 only if the checkpoint is stored in it and the processor has `avx512_bf16` or AMX, and else
+    float32. Also that of normalized pixels in tensors of /render. auto: that of vLLM, which takes bfloat16 instead of
+    float32."""
     weights: Literal["auto", "int8"] = "auto"
     """Precision of the text model's linear layers: auto, which keeps the data type, or int8. int8 needs a
     quarter of the memory of float32, makes decoding faster and prefills slightly slower, and changes answers slightly.
