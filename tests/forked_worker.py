@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import sys
@@ -28,6 +29,7 @@ class State(msgspec.Struct, frozen=True, tag="state"):
     num_threads: int
     drawn: float
     """A number from the generator of `random`."""
+    collects_garbage: bool
 
     @classmethod
     def now(cls, arguments: list[str]) -> State:
@@ -44,6 +46,7 @@ class State(msgspec.Struct, frozen=True, tag="state"):
             descriptors,
             threading.active_count(),
             random.random(),
+            gc.isenabled(),
         )
 
 

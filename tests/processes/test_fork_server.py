@@ -77,6 +77,8 @@ async def test_a_forked_worker_is_a_child_of_this_process_with_its_state(
         assert one.environment[b"A_VARIABLE"] == b"caf\xe9"
         assert one.folder == other.folder == str(tmp_path)
         assert one.num_threads == other.num_threads
+        assert one.collects_garbage
+        assert other.collects_garbage
         streams = [[found.descriptors[number] for number in range(3)] for found in (one, other)]
         assert streams[0] == streams[1]
         kinds = [sorted(path.partition(":")[0] for path in found.descriptors.values()) for found in (one, other)]
