@@ -37,7 +37,7 @@ def held_out(seed: int, number: int) -> list[Sample]:
 def as_input(one: Sample) -> list[dict[str, Any]]:
     """Return the sample's media, then its question, as input for `LLM.generate`."""
     ((question, _),) = one.turns
-    items: list[dict[str, Any]] = [{"image": picture} for picture in one.images]
+    items: list[dict[str, Any]] = [{"image": image} for image in one.images]
     if one.frames:
         items.append({"video": np.stack([np.asarray(frame.convert("RGB")) for frame in one.frames])})
     items += [{"audio": make(sound)[0]} for sound in one.sounds]

@@ -41,7 +41,7 @@ export class Composer {
       files.value = "";
     });
     const done = (file) => this.#items.add([file]);
-    this.#recorders = [["audio", "record-sound"], ["video", "record-video"]].map(
+    this.#recorders = [["audio", "record-audio"], ["video", "record-video"]].map(
       ([kind, id]) => new Recorder(kind, byId(id), done, (text) => this.say(text)),
     );
     new Camera(byId("photo"), done, (text) => this.say(text));

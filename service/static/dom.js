@@ -16,8 +16,8 @@ export function svg(tag, attributes = {}, ...children) {
 export const icon = (name) => svg("svg", { class: "icon", "aria-hidden": "true" }, svg("use", { href: `static/icons.svg#${name}` }));
 
 /** Return a button with only an icon. `name` is its accessible name. */
-export function iconButton(picture, name, action) {
-  const button = element("button", { type: "button", class: "plain", "aria-label": name, title: name }, icon(picture));
+export function iconButton(symbol, name, action) {
+  const button = element("button", { type: "button", class: "plain", "aria-label": name, title: name }, icon(symbol));
   button.addEventListener("click", action);
   return button;
 }

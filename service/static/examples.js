@@ -4,10 +4,10 @@ import { element, icon } from "./dom.js";
 import { Item } from "./items.js";
 
 const EXAMPLES = [
-  { question: "What is in the image?", kind: "image", name: "image.png", picture: "photo" },
-  { question: "Which way does the shape move?", kind: "video", name: "video.mp4", picture: "video" },
-  { question: "How many beeps do you hear?", kind: "audio", name: "sound.ogg", picture: "sound" },
-  { question: "Hello!", picture: "new" },
+  { question: "What is in the image?", kind: "image", name: "image.png", symbol: "photo" },
+  { question: "Which way does the shape move?", kind: "video", name: "video.mp4", symbol: "video" },
+  { question: "How many beeps do you hear?", kind: "audio", name: "audio.ogg", symbol: "audio" },
+  { question: "Hello!", symbol: "new" },
 ];
 
 /** Add buttons for the examples to `place`. `ask` is a function of a question and its items. */
@@ -15,8 +15,8 @@ export function showExamples(place, ask) {
   place.append(...EXAMPLES.map((example) => button(example, ask)));
 }
 
-function button({ question, kind, name, picture }, ask) {
-  const made = element("button", { type: "button" }, icon(picture), question);
+function button({ question, kind, name, symbol }, ask) {
+  const made = element("button", { type: "button" }, icon(symbol), question);
   made.addEventListener("click", async () => ask(question, name ? [new Item(await load(name), kind)] : []));
   return made;
 }

@@ -99,7 +99,7 @@ export class Items {
     const facts = element("span", { class: "quiet" }, ` ${item.kind === "file" ? "document" : item.kind}, ${bytes(item.file.size)}`);
     const name = item.kind === "file" ? "" : item.name; // the view has the name of a document
     const row = element("li", {}, item.view(), element("span", {}, name, facts));
-    if (item.kind === "video") row.append(soundAlone(item));
+    if (item.kind === "video") row.append(sendsOnlyAudio(item));
     row.append(remove);
     remove.addEventListener("click", () => {
       this.#found.splice(this.#found.indexOf(item), 1);
@@ -114,7 +114,7 @@ export class Items {
 }
 
 /** Return a checkbox to send a video file as audio. Browsers go by extensions such as .mp4, which audio files also have. */
-function soundAlone(item) {
+function sendsOnlyAudio(item) {
   const box = element("input", { type: "checkbox" });
   box.addEventListener("change", () => (item.kind = box.checked ? "audio" : "video"));
   return element("label", {}, box, " Send only the audio");

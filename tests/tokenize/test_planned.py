@@ -179,27 +179,27 @@ UNDECODED_VIDEOS = {
     "Sorenson in FLV": {"container": "flv", "codec": "flv"},
 }
 """Arguments of `encode_video` for videos that are planned without decoding them."""
-SOUND = tone(1.3, 48_000)
+AUDIO = tone(1.3, 48_000)
 UNDECODED_CLIPS = {
     "speech": speech(1),
-    **{name: encode_audio(SOUND, 48_000, name) for name in ("WAV", "RF64", "FLAC", "AIFF", "CAF", "W64", "AU", "NIST")},
-    "Opus in Ogg": encode_audio(SOUND, 48_000, "OGG", "OPUS"),
-    "MP3": encode_audio(SOUND, 48_000, "MP3", "MPEG_LAYER_III"),
-    "mu-law in AU": encode_audio(SOUND, 48_000, "AU", "ULAW"),
-    "A-law in WAV": encode_audio(SOUND, 48_000, "WAV", "ALAW"),
-    "MS ADPCM in WAV": encode_audio(SOUND, 48_000, "WAV", "MS_ADPCM"),
-    "ADPCM in WAV": encode_audio(SOUND, 48_000, "WAV", "IMA_ADPCM"),
-    "GSM in WAV": encode_audio(SOUND, 48_000, "WAV", "GSM610"),
-    "ALAC in CAF": encode_audio(SOUND, 48_000, "CAF", "ALAC_16"),
-    "AAC in M4A": encode_with_ffmpeg(SOUND, 48_000, "ipod", "aac"),
-    "ALAC in M4A": encode_with_ffmpeg(SOUND, 48_000, "ipod", "alac"),
-    "Opus in MP4": encode_with_ffmpeg(SOUND, 48_000, "mp4", "libopus"),
-    "MP3 in MP4": encode_with_ffmpeg(SOUND, 48_000, "mp4", "libmp3lame"),
-    "AAC in ADTS": encode_with_ffmpeg(SOUND, 48_000, "adts", "aac"),
-    "Opus in WebM": encode_with_ffmpeg(SOUND, 48_000, "webm", "libopus"),
-    "PCM in AVI": encode_with_ffmpeg(SOUND, 48_000, "avi", "pcm_s16le"),
-    "PCM in MOV": encode_with_ffmpeg(SOUND, 48_000, "mov", "pcm_s16le"),
-    "PCM in MKV": encode_with_ffmpeg(SOUND, 48_000, "matroska", "pcm_s16le"),
+    **{name: encode_audio(AUDIO, 48_000, name) for name in ("WAV", "RF64", "FLAC", "AIFF", "CAF", "W64", "AU", "NIST")},
+    "Opus in Ogg": encode_audio(AUDIO, 48_000, "OGG", "OPUS"),
+    "MP3": encode_audio(AUDIO, 48_000, "MP3", "MPEG_LAYER_III"),
+    "mu-law in AU": encode_audio(AUDIO, 48_000, "AU", "ULAW"),
+    "A-law in WAV": encode_audio(AUDIO, 48_000, "WAV", "ALAW"),
+    "MS ADPCM in WAV": encode_audio(AUDIO, 48_000, "WAV", "MS_ADPCM"),
+    "ADPCM in WAV": encode_audio(AUDIO, 48_000, "WAV", "IMA_ADPCM"),
+    "GSM in WAV": encode_audio(AUDIO, 48_000, "WAV", "GSM610"),
+    "ALAC in CAF": encode_audio(AUDIO, 48_000, "CAF", "ALAC_16"),
+    "AAC in M4A": encode_with_ffmpeg(AUDIO, 48_000, "ipod", "aac"),
+    "ALAC in M4A": encode_with_ffmpeg(AUDIO, 48_000, "ipod", "alac"),
+    "Opus in MP4": encode_with_ffmpeg(AUDIO, 48_000, "mp4", "libopus"),
+    "MP3 in MP4": encode_with_ffmpeg(AUDIO, 48_000, "mp4", "libmp3lame"),
+    "AAC in ADTS": encode_with_ffmpeg(AUDIO, 48_000, "adts", "aac"),
+    "Opus in WebM": encode_with_ffmpeg(AUDIO, 48_000, "webm", "libopus"),
+    "PCM in AVI": encode_with_ffmpeg(AUDIO, 48_000, "avi", "pcm_s16le"),
+    "PCM in MOV": encode_with_ffmpeg(AUDIO, 48_000, "mov", "pcm_s16le"),
+    "PCM in MKV": encode_with_ffmpeg(AUDIO, 48_000, "matroska", "pcm_s16le"),
     "AMR": (Path(__file__).parents[1] / "cases/films/voice.amr").read_bytes(),
 }
 """Audio clips that are planned without decoding them."""
@@ -272,12 +272,12 @@ def test_the_plan_of_an_audio_clip_is_that_of_its_samples(listener, name):
 def test_a_plan_decodes_audio_whose_samples_packets_do_not_count(listener):
     """The number of samples of a Vorbis packet depends on the packet before it."""
     with pytest.raises(AssertionError, match="a plan decodes"):
-        listener.plan(chat({"audio": encode_audio(SOUND, 48_000, "OGG", "VORBIS")}))
+        listener.plan(chat({"audio": encode_audio(AUDIO, 48_000, "OGG", "VORBIS")}))
 
 
 def test_a_clip_with_fewer_samples_than_its_packets_indicate_is_planned_again(listener, tmp_path):
     """FFmpeg passes over frames that cannot be decoded, but they are packets like others."""
-    whole = encode_with_ffmpeg(SOUND, 48_000, "adts", "aac")
+    whole = encode_with_ffmpeg(AUDIO, 48_000, "adts", "aac")
     frames = whole.split(whole[:4])
     frames[20:24] = [frame[:3] + bytes(len(frame) - 3) for frame in frames[20:24]]
     data = whole[:4].join(frames)
