@@ -60,6 +60,7 @@ class _Request:
     def new_file(self, stem: Path, head: bytes) -> Path:
         """Return the path of a new file, whose extension is that of media that begin with `head`."""
         path = stem.with_name(f"{stem.name}.{extension(head) or 'bin'}")
+        path.parent.mkdir(mode=0o700, exist_ok=True)
         self.files.append(path)
         return path
 
@@ -148,8 +149,9 @@ class MediaPolicy:
     async def spool(self, items: Sequence[Media], folder: Path, prefix: str = "") -> list[Paths]:
         """Write `items` to files in `folder`. The files count toward the limits of the spool until `remove`.
 
-        The name of a file is <prefix><kind>-<n>.<ext>, where n counts the items of its kind from 1. If a video is given
-        as frames, each frame is a file <prefix><kind>-<n>-<k>.<ext>. An item's size limit applies to all of its files
+        The file of an item is <kind>/<n>.<ext>, where n counts the items of its kind from 1. If a video is given as
+        frames, each frame is a file <kind>/<n>-<k>.<ext>. In a folder that requests share, files are not in folders for
+        each kind, and their names begin with <prefix><kind>-. An item's size limit applies to all of its files
         together. `folder` and `prefix` identify the request.
 
         Returns:
@@ -169,7 +171,7 @@ class MediaPolicy:
         writes = []
         for index, item in enumerate(items):
             number = counts[item.kind] = counts.get(item.kind, 0) + 1
-            stem = folder / f"{prefix}{item.kind}-{number}"
+            stem = folder / (f"{prefix}{item.kind}-{number}" if prefix else f"{item.kind}/{number}")
             writes.append(self._spool_item(f"media item {index} ({item.kind})", item, stem, request))
         return await gather(writes)
 
@@ -183,9 +185,13 @@ class MediaPolicy:
     def remove(self, folder: Path, prefix: str = "") -> None:
         """Delete the files that `spool` wrote for a request. Call this method only when no file is being written."""
         name = _name(folder, prefix)
-        for file in self._files.pop(name, ()):
+        files = self._files.pop(name, [])
+        for file in files:
             with suppress(OSError):
                 file.unlink()
+        for kind in {file.parent for file in files} - {folder}:
+            with suppress(OSError):
+                kind.rmdir()
         self._quota.free(name)
 
     async def _spool_item(self, what: str, item: Media, stem: Path, request: _Request) -> Paths:

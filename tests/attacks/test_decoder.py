@@ -70,7 +70,7 @@ def error_of(service: RunningService, kind: str, data: bytes) -> str:
 
 def _spooled(service: RunningService) -> int:
     """Return the number of images in the spool."""
-    return len(list((service.log.parent / "spool").glob("*/image-*")))
+    return len(list((service.log.parent / "spool").glob("*/image/*")))
 
 
 def test_the_limits_of_an_item_are_settings(limited: RunningService) -> None:

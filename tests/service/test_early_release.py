@@ -114,7 +114,7 @@ def streaming(service: RunningService, colour: str, **changes: Any) -> Iterator[
 
 
 def spooled(service: RunningService) -> list[Path]:
-    return list((service.log.parent / "spool").glob("*/image-*"))
+    return list((service.log.parent / "spool").glob("*/image/*"))
 
 
 @contextmanager

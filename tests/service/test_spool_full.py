@@ -63,7 +63,8 @@ def test_the_spool_must_hold_at_least_one_request() -> None:
 
 
 async def test_a_full_disk_is_reported_as_spool_full(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "image-1.bin").symlink_to("/dev/full")
+    (tmp_path / "image").mkdir()
+    (tmp_path / "image/1.bin").symlink_to("/dev/full")
     with (
         pytest.raises(SpoolFull, match="the service cannot write to the spool: No space left on device"),
         room_to_spool(),

@@ -37,9 +37,9 @@ async def test_media_are_numbered_in_order_by_kind(tmp_path: Path) -> None:
     paths = await policy.spool(items, request)
     relative = [str(path.relative_to(request)) for path in paths]
     assert relative == [
-        *(f"image-{n}.png" for n in (1, 2, 3)),
-        "video-1.mp4",
-        *(f"image-{n}.png" for n in range(4, 12)),
+        *(f"image/{n}.png" for n in (1, 2, 3)),
+        "video/1.mp4",
+        *(f"image/{n}.png" for n in range(4, 12)),
     ]
     assert paths[0].read_bytes() == source.read_bytes()
     policy.remove(request)
@@ -217,8 +217,8 @@ async def test_the_frames_of_a_video_are_numbered_under_their_video(tmp_path: Pa
     )
     assert isinstance(second, list)
     relative = [str(path.relative_to(request)) for path in second]
-    assert relative == ["video-2-1.png", "video-2-2.png", "video-2-3.jpg", "video-2-4.png"]
-    assert [first, third] == [request / "video-1.mp4", request / "image-1.png"]
+    assert relative == ["video/2-1.png", "video/2-2.png", "video/2-3.jpg", "video/2-4.png"]
+    assert [first, third] == [request / "video/1.mp4", request / "image/1.png"]
     assert second[1].read_bytes()[-2:] == b"/a"
     policy.remove(request)
     assert list(request.iterdir()) == []
