@@ -193,7 +193,7 @@ def test_the_advice_names_options_that_exist():
 
 def test_ask_says_what_the_embedded_model_can_do():
     asked = warm.run([BIN, "ask", "Hello!", "--max-tokens", 1], timeout=TIMEOUT_S)
-    note = "demo model: drawn shapes and simple sounds only. For a real model: mindie-mm ask --model Qwen/"
+    note = "demo model: drawn shapes and simple audio only. For a real model: mindie-mm ask --model Qwen/"
     assert asked.stderr.startswith(note)
 
 

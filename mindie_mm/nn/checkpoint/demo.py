@@ -23,4 +23,4 @@ def demo_note(model: Path | None, command: str = "mindie-mm serve") -> str | Non
     """
     if model is not None and absolute(model) != EMBEDDED:
         return None
-    return f"demo model: drawn shapes and simple sounds only. For a real model: {command} {REAL_MODEL}"
+    return f"demo model: drawn shapes and simple audio only. For a real model: {command} {REAL_MODEL}"
