@@ -146,8 +146,9 @@ class Call(OutputRules):
         await self.check_structure()
         limited = [partial(self._limited, parse, None) for parse in given]
         make = partial(self.service.worker.plan, fill=fill)
-        given_media = self.clock, self.owner, field, make, known_media
-        async with spooled_prompts(self.service, limited, *given_media, fill=fill) as made:
+        async with spooled_prompts(
+            self.service, limited, self.clock, self.owner, field, make, known_media, fill=fill
+        ) as made:
             yield made
 
     def _limited(self, parse: Parse, truncate_to: int | None) -> TokenizeRequest:
