@@ -13,8 +13,10 @@ _MAX_UNITS = 64
 _MOST_UNITS = 2**10
 """Maximum number of NAL units in a packet. A packet with more units does not count as complete."""
 _VP8_START, _JPEG_START = b"\x9d\x01\x2a", b"\xff\xd8"
-_VOP, _PICTURE, _EXTENSION = b"\0\0\1\xb6", b"\0\0\1\0", b"\0\0\1\xb5"
-"""Start codes of a picture of MPEG-4 part 2, of a picture of MPEG-1 and MPEG-2, and of an extension of MPEG-2."""
+_PICTURE_CODES = {"mpeg4": b"\0\0\1\xb6", "mpeg1video": b"\0\0\1\0", "mpeg2video": b"\0\0\1\0"}
+"""Start code of a picture, by codec."""
+_EXTENSION = b"\0\0\1\xb5"
+"""Start code of an extension of MPEG-2."""
 _LEAST_VOP = 12
 """Minimum number of bytes of a picture of MPEG-4 part 2 that is certainly coded.
 
@@ -56,16 +58,16 @@ def is_one_picture(packet: memoryview, codec: str) -> bool:
     A packet of DivX may contain two pictures, followed by a packet with a picture that is not coded. Packets of other
     codecs pass.
     """
-    if codec == "mpeg4":
-        data = bytes(packet)
-        start = data.find(_VOP)
-        return start >= 0 and data.rfind(_VOP) == start and len(data) - start >= _LEAST_VOP
-    if codec not in ("mpeg1video", "mpeg2video"):
+    if (code := _PICTURE_CODES.get(codec)) is None:
         return True
     data = bytes(packet)
-    start = data.find(_PICTURE)
-    if start < 0 or data.rfind(_PICTURE) != start or codec == "mpeg1video":
-        return start >= 0 and data.rfind(_PICTURE) == start
+    if data.count(code) != 1:
+        return False
+    start = data.find(code)
+    if codec == "mpeg4":
+        return len(data) - start >= _LEAST_VOP
+    if codec == "mpeg1video":
+        return True
     head = data[data.find(_EXTENSION, start) :][4:7]
     return len(head) == 3 and head[0] >> 4 == _CODING_EXTENSION and head[2] & 3 == _WHOLE_FRAME
 
